@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 _LENGTH = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
-_LARGE_HEADER = struct.Struct("<cQ")
 _DEEPEST = 200  # nested deeper, or in a cycle: left to pickle
 _MOST_REPEATS = 10_000
 _PICKLES = b"K"  # the first byte of an encoding with a pickle in it
+_SIZE = b"W"  # the tag of a size in place of an encoding
 _OUT_OF_BAND = b"A"  # the tag of an array that travels by itself
 
 _CONTAINERS: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"e", frozenset: b"z", dict: b"d"}
@@ -67,19 +67,17 @@ def holds_pickle(data: bytes) -> bool:
     return data[:1] == _PICKLES
 
 
-class LargeHeader(NamedTuple):
-    """What is sent in place of an encoding that itself travels as an array of bytes."""
+def encode_size(size: int) -> bytes:
+    """Return what is sent in place of an encoding of this size, which follows as an array of bytes.
 
-    size: int  #: of the encoding
+    No encoded object begins with the same tag.
+    """
+    return _SIZE + _LENGTH.pack(size)
 
-    def encode(self) -> bytes:
-        """Return it as bytes; no encoded object begins with the same tag."""
-        return _LARGE_HEADER.pack(b"W", *self)
 
-    @classmethod
-    def decode(cls, data: bytes) -> LargeHeader | None:
-        """Return what :meth:`encode` wrote; None for an encoded object."""
-        return cls(*_LARGE_HEADER.unpack(data)[1:]) if data[:1] == b"W" else None
+def decode_size(data: bytes) -> int | None:
+    """Return the size that :func:`encode_size` wrote; None for an encoded object."""
+    return int(_LENGTH.unpack(data[1:])[0]) if data[:1] == _SIZE else None
 
 
 class _NeedsPickle(Exception):

@@ -197,10 +197,11 @@ class _Walk:
             return map(self.digest, value)
         is_mapping = issubclass(type(cast("object", value)), Mapping)
         if is_mapping or type(value) in (set, frozenset):
-            pairs = self._digest_keys(
-                value.items() if is_mapping else ((key, b"") for key in value)
-            )
-            return pairs and [part for key, item in pairs for part in (key, self.digest(item))]
+            items = value.items() if is_mapping else [(key, b"") for key in value]
+            pairs = self._digest_keys(items)
+            if pairs is None:
+                return None
+            return [part for key, item in pairs for part in (key, self.digest(item))]
         if is_tensor(value):
             return _parts_of_tensor(value)
         if isinstance(value, Enum):

@@ -52,17 +52,17 @@ def key_of(value: object) -> Hashable:
     """Return what is the same for all values of one layout; None for most that have none."""
     kind = type(value)
     of_kind = _KEYS.get(kind)
-    if of_kind is None:
-        library = library_of(value)
-        if _is_number(kind):
-            of_kind = type
-        elif library is None:
-            return None
-        else:  # read in one step: each step takes longer than reading one attribute more
-            more = ("device", "layout", "requires_grad") if library == "torch" else ()
-            of_kind = attrgetter("dtype", "shape", *more)
-        _KEYS[kind] = of_kind
-    return of_kind(value)
+    if of_kind is not None:
+        return of_kind(value)
+    library = library_of(value)
+    if _is_number(kind):
+        _KEYS[kind] = type
+    elif library is None:
+        return None
+    else:  # read in one step: each step takes longer than reading one attribute more
+        more = ("device", "layout", "requires_grad") if library == "torch" else ()
+        _KEYS[kind] = attrgetter("dtype", "shape", *more)
+    return _KEYS[kind](value)
 
 
 def _key_of_dict(value: dict[Any, Any]) -> Hashable:
@@ -110,7 +110,7 @@ def _is_number(kind: type) -> bool:
 
 def make_layout(value: Any, members: int) -> Layout | None:
     """Return the layout of values like this one, which has a key; None if they have none."""
-    kind: Any = type(value)
+    kind = type(cast("object", value))
     if kind not in _CONTAINERS:
         outline = _outline_of(value)
     else:
@@ -124,7 +124,7 @@ def make_layout(value: Any, members: int) -> Layout | None:
 
 def _outline_of(value: Any) -> Any:
     """Return what is the same for all values of one layout: 0 for a number, an array's spec."""
-    kind: Any = type(value)
+    kind: Any = type(cast("object", value))
     if _is_number(kind):
         return kind()
     spec = spec_of(value)
@@ -140,7 +140,7 @@ def _layout_of(outline: Any, members: int) -> Layout:
     if isinstance(outline, Spec):
         return ArrayLayout(outline, members)
     parts = _Container(outline).parts(outline) if type(outline) in _CONTAINERS else [outline]
-    is_numbers = all(_is_number(type(part)) for part in parts)
+    is_numbers = all(map(_is_number, map(type, parts)))
     return NumberLayout(outline, members) if is_numbers else TreeLayout(outline, members)
 
 
@@ -193,7 +193,7 @@ class NumberLayout(Layout):
     def __init__(self, outline: Any, members: int) -> None:
         """`outline` is such a value of zeros."""
         self.data = codec.encode(outline)
-        is_alone = _is_number(type(outline))
+        is_alone = type(outline) not in _CONTAINERS
         container = _Container([outline] if is_alone else outline)
         self._build = itemgetter(0) if is_alone else container.build
         self._numbers: Any = _alone if is_alone else container.parts
@@ -289,16 +289,11 @@ class ArrayLayout(Layout):
         self._empty = partial(self._library.empty, spec.shape, **device)
         self._slots: dict[int, Any] = {}  # the items of one slot, by where it begins
         self._rows: dict[int, list[Any]] = {}  # and of those of all members
+        known = numpy_dtype(self._dtype) if self._is_tensor else self._dtype
+        self._is_known = known is not None  # to numpy; if it is not, a slot holds bytes for it
         #: Returns the items of an array: the very memory, where that is contiguous.
-        self.pack: Callable[[Any], Any] = _itself
-        self._slot_dtype, self._slot_shape = self._dtype, spec.shape
-        self._is_known = True  # numpy has the dtype; if not, it sees bytes in a slot
-        if self._is_tensor:
-            known = numpy_dtype(self._dtype)
-            self._is_known = known is not None
-            self.pack = flat if self._is_known else _octets
-            self._slot_dtype = known or numpy_dtype(self._library.uint8)
-            self._slot_shape = (spec.nbytes // int(self._slot_dtype.itemsize),)
+        self.pack = (flat if self._is_known else _octets) if self._is_tensor else _itself
+        self._slot_dtype = known or numpy_dtype(self._library.uint8)
 
     def _slot_at(self, memory: memoryview, at: int) -> Any:
         """Return the items in one slot, of the kind that :attr:`pack` returns."""
@@ -306,12 +301,15 @@ class ArrayLayout(Layout):
         if slot is None:
             import numpy
 
-            slot = numpy.ndarray(self._slot_shape, self._slot_dtype, memory, at)
+            dtype, shape = self._slot_dtype, self.spec.shape
+            if self._is_tensor:
+                shape = (self.spec.nbytes // int(dtype.itemsize),)
+            slot = numpy.ndarray(shape, dtype, memory, at)
             self._slots[at] = slot
         return slot
 
     def _rows_at(self, memory: memoryview, at: int) -> list[Any]:
-        """Return the items in each slot, in one dimension; the first slot is at `at`."""
+        """Return the items in each slot; the first slot is at `at`."""
         rows = self._rows.get(at)
         if rows is None:
             begins = range(at, at + self._members * self.stride, self.stride)
@@ -344,28 +342,28 @@ class ArrayLayout(Layout):
 
     def room_for(self, op: str, out: Any) -> Any:
         """Return an array for the result of `op`: `out`, if it fits."""
-        return self._room_of(reduction.result_dtype(self._dtype, op), out)
-
-    def _room_of(self, dtype: Any, out: Any) -> Any:
+        dtype = reduction.result_dtype(self._dtype, op)
         return out if out is not None and self._can_fill(dtype, out) else self._empty(dtype=dtype)
 
     def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`, into a new array or into `out`."""
-        items_of = flat if self._is_tensor else _flattened
         dtype = reduction.result_dtype(self._dtype, op)
+
+        def combine_unknown(parts: Sequence[Any], out: Any) -> None:
+            reduction.combine(parts, op, out)
+
+        combine: Callable[[Sequence[Any], Any], None] = combine_unknown
         if self._is_known:
             items_dtype = numpy_dtype(dtype) if self._is_tensor else dtype
             combine = reduction.array_combiner(op, items_dtype, self._slot_dtype)
-        else:
-
-            def combine(parts: Sequence[Any], out: Any) -> None:
-                reduction.combine(parts, op, out)
 
         def reduce(memory: memoryview, at: int, out: Any) -> Any:
-            result = self._room_of(dtype, out)
-            combine(self._rows_at(memory, at), items_of(result))
+            result = self._empty(dtype=dtype) if out is None else self.room_for(op, out)
             if self._is_tensor:
+                combine(self._rows_at(memory, at), flat(result))
                 mark_written(result)
+            else:
+                combine(self._rows_at(memory, at), result.reshape(-1))
             return result
 
         return reduce
@@ -422,10 +420,6 @@ def _octets(tensor: Any) -> Any:
     import numpy
 
     return numpy.frombuffer(raw(flat(tensor)), numpy.uint8)
-
-
-def _flattened(array: Any) -> Any:
-    return array if array.ndim == 1 else array.reshape(-1)
 
 
 def _itself(value: Any) -> Any:

@@ -231,6 +231,7 @@ def empty_result(value: Any, op: str) -> Any:
     return empty_array(value, value.shape, result_dtype(value.dtype, op))
 
 
+@functools.cache
 def result_dtype(dtype: Any, op: str) -> Any:
     """Return the dtype of the reduction of arrays of `dtype`."""
     kind = getattr(dtype, "kind", None)  # None: of torch

@@ -39,41 +39,42 @@ class Transport(ABC):
 
         All other arrays of devices pass through the hosts' memory.
         """
-        self._device_engine = device_engine
+        self._device_engine: Any = device_engine
 
     def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
         """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
-        if rest := [array for array in arrays if not self._engine_for(array)]:
+        direct = [array for array in arrays if self._takes(array)]
+        if rest := [array for array in arrays if not self._takes(array)]:
             sends = src == sequence.index
             here = [on_host(array) if sends else _host_room(array) for array in rest]
             self._broadcast(sequence, here, src)
             if not sends:
                 _copy_back(rest, here)
-        direct = [(array, engine) for array in arrays if (engine := self._engine_for(array))]
         if direct:
             sequence.meet()  # all are here, and alive: what is queued now will not wait for long
-        for array, engine in direct:
-            engine.broadcast(array.detach().contiguous(), src)
+        for array in direct:
+            self._device_engine.broadcast(array.detach().contiguous(), src)
 
     def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
         """Fill the results of all operands, with the same bits on all members.
 
         Members reduce one part each, in the order of ranks: as one rank alone would have.
         """
-        if rest := [one for one in operands if not self._engine_for(one.mine, op)]:
+        direct = [one for one in operands if self._takes(one.mine, op)]
+        if rest := [one for one in operands if not self._takes(one.mine, op)]:
             here = [Operand(on_host(one.mine), _host_room(one.result)) for one in rest]
             self._reduce(sequence, here, op)
             _copy_back([one.result for one in rest], [one.result for one in here])
-        direct = [(one, engine) for one in operands if (engine := self._engine_for(one.mine, op))]
         if direct:
             sequence.meet()
-        for one, engine in direct:
+        for one in direct:
             one.result.copy_(one.mine)
-            engine.all_reduce(one.result, op)
+            self._device_engine.all_reduce(one.result, op)
 
-    def _engine_for(self, array: Any, op: str | None = None) -> DeviceEngine | None:
+    def _takes(self, array: Any, op: str | None = None) -> bool:
+        """Return whether the array goes from device to device."""
         engine = self._device_engine
-        return engine if engine and is_on_device(array) and engine.takes(array, op) else None
+        return bool(engine and is_on_device(array) and engine.takes(array, op))
 
     @abstractmethod
     def _broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
@@ -135,9 +136,7 @@ class SharedMemoryTransport(Transport):
             data = raw(flat(array))
             part = [(0, data)]
             writes, reads = (part, []) if src == sequence.index else ([], part)
-            self._pass_pieces(
-                sequence, writes, reads, len(data), _piece_size(len(data), self._half)
-            )
+            self._pass_pieces(sequence, writes, reads, len(data), 1)
 
     def _reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
         """Reduce the operands piece by piece.
@@ -184,8 +183,7 @@ class SharedMemoryTransport(Transport):
             own[:] = data
         reads = [(i, room) for i, room in enumerate(targets) if room is not None and i != me]
         longest = max([len(data), *(len(room) for _, room in reads)])
-        slot = _piece_size(longest, self._half // members)
-        self._pass_pieces(sequence, [(me, data)], reads, longest, slot)
+        self._pass_pieces(sequence, [(me, data)], reads, longest, members)
 
     def exchange(
         self,
@@ -204,8 +202,7 @@ class SharedMemoryTransport(Transport):
         # The same on all members, since all make the same rounds.
         pairs = itertools.permutations(range(members), 2)
         longest = max((sizes[i][j] for i, j in pairs), default=0)
-        slot = _piece_size(longest, self._half // members**2)
-        self._pass_pieces(sequence, writes, reads, longest, slot)
+        self._pass_pieces(sequence, writes, reads, longest, members**2)
 
     def _pass_pieces(
         self,
@@ -213,12 +210,15 @@ class SharedMemoryTransport(Transport):
         writes: Sequence[tuple[int, memoryview]],
         reads: Sequence[tuple[int, memoryview]],
         longest: int,
-        slot: int,
+        slots: int,
     ) -> None:
         """Write the bytes of `writes`, and fill those of `reads`, in rounds of a piece of each.
 
-        Each comes with the number of its slot in a half of the window, which has `slot` bytes.
+        Each comes with the number of its slot; a half of the window has so many as `slots`. A piece
+        is smaller where the `longest` is small, so that the others read while the next is written.
         """
+        most = self._half // slots // LINE * LINE
+        slot = min(most, MOST_PIECE, max(LEAST_PIECE, up_to_line(longest // 4)))
         memory, fence = self._window
         board = sequence.rounds.board
         sequence.collect_until(board.posted)
@@ -302,14 +302,6 @@ class _Piece:
         result, shared = raw(self._result), self._memory[at : at + self._items * size]
         for part in self._others(size):
             result[part] = shared[part]
-
-
-def _piece_size(size: int, most: int) -> int:
-    """Return how much of arrays of `size` travels at a time, where there is room for `most`.
-
-    Smaller where the array is small, so that the others read one piece while the next is written.
-    """
-    return min(most // LINE * LINE, MOST_PIECE, max(LEAST_PIECE, up_to_line(size // 4)))
 
 
 class EngineTransport(Transport):

@@ -18,7 +18,7 @@ from syncprims.interface import Label, Mark, Note
 
 from . import codec, reduction
 from .arrays import Spec, is_array, is_tensor, library_of, mark_written, may_fill
-from .codec import LargeHeader, holds_pickle
+from .codec import decode_size, encode_size, holds_pickle
 from .layouts import ArrayLayout, Layout
 from .plane import DataPlane
 from .transport import Operand
@@ -178,7 +178,7 @@ def _shorten(rounds: Rounds, payload: bytes) -> bytes:
     board = rounds.board
     limit = board.note_limit
     is_large = limit is not None and len(payload) > limit and board.engine is not None
-    return LargeHeader(len(payload)).encode() if is_large else payload
+    return encode_size(len(payload)) if is_large else payload
 
 
 def _broadcast_rest(
@@ -188,16 +188,14 @@ def _broadcast_rest(
 
     On that member, it is `payload`.
     """
-    header = LargeHeader.decode(posted)
-    if header is None:
+    size = decode_size(posted)
+    if size is None:
         return posted
 
     def make() -> Any:
         import numpy
 
-        if payload is not None:
-            return numpy.frombuffer(bytearray(payload), numpy.uint8)
-        return numpy.empty(header.size, numpy.uint8)
+        return numpy.frombuffer(bytearray(payload or size), numpy.uint8)
 
     array = sequence.attempt(make)
     DataPlane.of(sequence.rounds).needed_transport().broadcast(sequence, [array], src)
@@ -242,15 +240,17 @@ class _Gather(_PreparedCall):
         posted = note._replace(payload=_shorten(rounds, payload))
         return posted, partial(_gather_any, sequence, obj, payload, outs), None
 
-    def _read(self, timeout: float | None, obj: Any, outs: Any, notes: Sequence[Note]) -> list[Any]:
+    def _read(
+        self, timeout: float | None, value: Any, out: Any, notes: Sequence[Note]
+    ) -> list[Any]:
         if not (self._in_slots and self._is_in_all(notes)):
             sequence = RoundSequence(self._rounds, self.note, timeout)
-            return _gather_any(sequence, obj, None, outs, notes)
+            return _gather_any(sequence, value, None, out, notes)
         memory, read, begin = self._memory, self.layout.read, self._begin_reading()
-        values = [obj] * len(notes)
+        values = [value] * len(notes)
         for index, at in enumerate(range(begin, begin + self._end, self.layout.stride)):
-            if outs is not None:
-                values[index] = None if outs[index] is None else read(memory, at, outs[index])
+            if out is not None:
+                values[index] = None if out[index] is None else read(memory, at, out[index])
             elif index != self._index:
                 values[index] = read(memory, at)
         self._fence()  # read before this rank says so
@@ -328,14 +328,18 @@ class _Broadcast(_PreparedCall):
 
     only_source_writes = True
 
-    def first_round(self, packed: Any, obj: Any, out: Any, timeout: float | None) -> _FirstRound:
+    def first_round(self, packed: Any, value: Any, out: Any, timeout: float | None) -> _FirstRound:
         """Return the source's round."""
         rounds = self._rounds
         if DataPlane.of(rounds).reaches_all(self.layout):
             write = partial(self.write, packed)
-            return self.header, lambda _: copy_into(rounds, out, obj), write
+            return self.header, lambda _: copy_into(rounds, out, value), write
         sequence = RoundSequence(rounds, self.note, timeout)
-        return self.header._replace(mark=Mark.MORE), partial(_send, sequence, obj, out, [obj]), None
+        return (
+            self.header._replace(mark=Mark.MORE),
+            partial(_send, sequence, value, out, [value]),
+            None,
+        )
 
     @staticmethod
     def first_of_any(sequence: RoundSequence, obj: Any, out: Any) -> _FirstRound:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from syncprims.interface import Window
 
 _MOST_NOTES = 4096
+_ENDED = frozenset(("lost", "failed", "finished"))  # states
 
 
 class Transfer:
@@ -75,10 +76,8 @@ class Channel:
         self._window: Window | None = board.window()
         # The cell of a round is free again after twice the depth of the board, as are these slots.
         self._slots = 2 * board.depth
-        if self._window is not None:
-            self.piece_size = len(self._window.memory) // self._slots
-        else:
-            self.piece_size = board.note_limit or 1 << 62
+        limit = board.note_limit or 1 << 62
+        self.piece_size = len(self._window.memory) // self._slots if self._window else limit
 
     def note_of(self, what: str) -> Note:
         """Return the note of a transfer that the user's line, on the stack now, has asked for."""
@@ -136,29 +135,21 @@ class Channel:
     def has_ended(self) -> bool:
         """Return whether the other rank will post no more, or this board is broken."""
         board = self.rounds.board
-        return board.verdict() is not None or board.status(self._peer).state in (
-            "lost",
-            "failed",
-            "finished",
-        )
+        return board.verdict() is not None or board.status(self._peer).state in _ENDED
 
     def can_move(self) -> bool:
         """Return whether there is a step that needs no waiting."""
         return not self._moving and (self._can_post() or self._can_collect())
 
-    def move(self) -> bool:
-        """Take all steps of the queue that need no waiting, and return whether there were any."""
-        return self._move(collects=False)
-
-    def take(self) -> None:
-        """Take all steps that need no waiting."""
-        self._move(collects=True)
-
     def give_turn(self) -> None:
         """Let the others go on, where one rank runs at a time."""
         wait_any(self._world, [self.rounds], self.has_note, 0.0)
 
-    def _move(self, *, collects: bool) -> bool:
+    def move(self, *, collects: bool = False) -> bool:
+        """Take all steps of the queue that need no waiting, and return whether there were any.
+
+        With `collects`, take also those of transfers that have left the queue.
+        """
         with self._background.lock:
             if self._moving:
                 return False
@@ -406,10 +397,10 @@ class _TransferWork(Work):
         transfer = self._transfer
         if transfer is None:
             return False
-        transfer.channel.take()
+        transfer.channel.move(collects=True)
         if not transfer.done:
             transfer.channel.give_turn()
-            transfer.channel.take()
+            transfer.channel.move(collects=True)
         if transfer.done:
             self._fill()
         return transfer.done

@@ -146,16 +146,15 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         super().__init__(options.group_rank, len(ranks))
         self._home = home
         self._ranks = ranks  # world ranks, by group rank
-        self._name = str(options.group_id)
-        self._description = "undefined"
+        self.group_name = str(options.group_id)
         self.served_as = NAME
         self._store = options.store
         members = tuple(sorted(ranks))
         self._me = options.group_rank
         self._index_of = [members.index(rank) for rank in ranks]  # by group rank: on the board
         self._in_order = self._index_of == list(range(len(ranks)))
-        earlier = _count(home.world, (members, self._name))
-        board = f"group {self._name}" + (f" again {earlier}" if earlier else "")
+        earlier = _count(home.world, (members, self.group_name))
+        board = f"group {self.group_name}" + (f" again {earlier}" if earlier else "")
         self._rounds = open_rounds(home.world, members, board, BETWEEN)
         self._point_to_point = PointToPoint(home.world, board, ranks, options.group_rank)
         self._left = False
@@ -163,7 +162,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self.set_timeout(options.timeout)
 
     def __repr__(self) -> str:
-        return f"<syncprims process group {self._name!r} of ranks {self._ranks}>"
+        return f"<syncprims process group {self.group_name!r} of ranks {self._ranks}>"
 
     # -- what torch asks about a group ----------------------------------------------------------
 
@@ -180,35 +179,24 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Serve a program that has asked for the backend `name`: its profilers show that."""
         self.served_as = name
 
+    #: What torch has called the group, and what the program has. They hide properties of C++.
+    group_name, group_desc = "", "undefined"
+
     def getGroupName(self) -> str:
         """Return the name that torch has given to the group."""
-        return self._name
-
-    @property
-    def group_name(self) -> str:
-        """The name that torch has given to the group."""
-        return self._name
-
-    pg_name = group_name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    setGroupName = _set_group_name
-
-    @property
-    def group_desc(self) -> str:
-        """What the program has called the group."""
-        return self._description
+        return self.group_name
 
     def getGroupDesc(self) -> str:
         """Return what the program has called the group."""
-        return self._description
+        return self.group_desc
+
+    def _set_group_name(self, name: str) -> None:
+        self.group_name = name
 
     def _set_group_desc(self, description: str) -> None:
-        self._description = description
+        self.group_desc = description
 
-    setGroupDesc = _set_group_desc
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
 
     @property
     def _device_types(self) -> list[Any]:
@@ -243,7 +231,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         world, rounds = self._home.world, self._rounds
         if find_world() is world and not self._left:
             self._left = True
-            why = functools.partial(_destroyed, self._name, self._ranks)
+            why = functools.partial(_destroyed, self.group_name, self._ranks)
             self._point_to_point.close(why)
             close_rounds(world, rounds, why)
         self._home.end()
@@ -303,12 +291,10 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         These are group ranks, by default all.
         """
-        if len(each) != len(self._ranks):
-            self._refuse(
-                note,
-                f"the number of tensors given is {len(each)}, and the group has "
-                f"{len(self._ranks)} ranks; give one for each",
-            )
+        count = len(self._ranks)
+        if len(each) != count:
+            given = f"the number of tensors given is {len(each)}, and the group has {count} ranks"
+            self._refuse(note, f"{given}; give one for each")
         for rank, other in enumerate(each):
             sized = of_size is None or rank in of_size
             if other.dtype != one.dtype or (sized and other.numel() != one.numel()):
@@ -323,12 +309,9 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Accept a tensor `whole` that is as large as one like `part` for each rank."""
         size = len(self._ranks) * part.numel()
         if (whole.numel(), whole.dtype) != (size, part.dtype):
-            self._refuse(
-                note,
-                f"the tensor of one rank is {describe([part])}, and that of all "
-                f"{len(self._ranks)} ranks is {describe([whole])}; give one of {size} items of "
-                f"that dtype",
-            )
+            shown = f"is {describe([part])}, and that of all ranks is {describe([whole])}"
+            why = f"the tensor of one rank {shown}; give one of {size} items of that dtype"
+            self._refuse(note, why)
 
     def _op_for(self, note: Note, op: str, tensor: torch.Tensor) -> str:
         """Return the reduction that keeps the dtype of `tensor`, as c10d does."""
