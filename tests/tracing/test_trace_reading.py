@@ -410,7 +410,7 @@ def test_without_matplotlib_it_says_what_to_do(
     planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(BackendUnavailable, match=r"pip install 'syncprims\[trace\]'.*trace\.json"):
+    with pytest.raises(BackendUnavailable, match=r"pip install '\.\[trace\]'.*trace\.json"):
         draw_image(analysis_of(planted), tmp_path / "no.png")
 
 
