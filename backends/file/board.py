@@ -348,7 +348,8 @@ class SharedMemoryBoard(Board):
             seen = self._seen.get((check - number * ROUND_FACTOR - flags * FLAGS_FACTOR) & MASK)
             # Two labels may have the same check.
             if seen is not None and self._cells.holds_body(cell, index, seen[0]):
-                return seen[1][flags & MARK]
+                same: Note = seen[1][flags & MARK]
+                return same
         expected = label.encode()  # most likely the others made the same call
         body = self._cells.read_body(cell, index, word)
         if body is None:

@@ -63,11 +63,13 @@ class RoundObserver(Protocol):
 
     def watch_meet(self, meet: Callable[..., Any]) -> Callable[..., Any]:
         """Return what is called instead of :meth:`Rounds.meet`; it calls `meet`."""
+        ...
 
     def watch_wait(
         self, attempt: Callable[[float], T | None], begin: float
     ) -> Callable[[float], T | None]:
         """Return what is called instead of `attempt` in a long wait that began at `begin`."""
+        ...
 
     def posting(self, note: Note) -> None:
         """Take in that `note` is about to be posted; it is or is not the first of its call."""

@@ -24,6 +24,7 @@ class CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
         """Parse a command line; nothing in it may be unknown."""
+        options: argparse.Namespace
         options, unknown = self.parse_known_args(args, namespace)
         if unknown and hasattr(options, "explain_flag"):
             raise options.explain_flag(unknown[0])

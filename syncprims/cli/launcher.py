@@ -70,12 +70,11 @@ def launch(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
     """
     launcher = _Launcher(plan, environ)
     # In a launch that is a part of another one, the scratch directory is in that one's.
-    outer: Path | None = Path(environ.get("SYNCPRIMS_ERROR_FILE") or "/none").parent
-    if outer is not None and not (outer.name.isdecimal() and os.access(outer, os.W_OK)):
-        outer = None
+    outer = Path(environ.get("SYNCPRIMS_ERROR_FILE") or "/none").parent
+    inside = outer.name.isdecimal() and os.access(outer, os.W_OK)
     with (
         _signals(launcher.take_signal),
-        scratch_directory("run", outer) as scratch,
+        scratch_directory("run", outer if inside else None) as scratch,
         _guard(scratch) as guard,
         _adopted_orphans(),
     ):

@@ -187,9 +187,9 @@ def _edges(ranks: list[RankTrace]) -> dict[tuple[int, int], tuple[int, int]]:
     edges: dict[tuple[int, int], tuple[int, int]] = {}
     for rank in ranks:
         rounds = rank.rounds[(rank.rounds["kind"] == ROUND) & (rank.rounds["outcome"] == 0)]
-        for *key, posted, done in rounds[["group", "number", "posted", "done"]].tolist():
-            arrived, released = edges.get((key[0], key[1]), (posted, done))
-            edges[key[0], key[1]] = max(arrived, posted), min(released, done)
+        for group, number, posted, done in rounds[["group", "number", "posted", "done"]].tolist():
+            arrived, released = edges.get((group, number), (posted, done))
+            edges[group, number] = max(arrived, posted), min(released, done)
     return edges
 
 
@@ -229,7 +229,7 @@ def _group_rounds(run: TraceRun, group: int, members: tuple[int, ...]) -> GroupR
     never = blamed.any(axis=1)
     arrival = np.where(np.isnan(posted), -np.inf, posted)
     ended = np.where(np.isnan(until), -np.inf, until)
-    late = np.where(never, blamed.argmax(axis=1), arrival.argmax(axis=1))
+    late: NDArray[Any] = np.where(never, blamed.argmax(axis=1), arrival.argmax(axis=1))
     last: NDArray[Any] = np.where(never, ended.max(axis=1), arrival.max(axis=1))
     waited = np.fmax(np.fmin(until, last[:, None]) - since, 0.0)
     waited = np.where(np.isnan(until), 0.0, waited)

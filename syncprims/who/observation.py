@@ -20,8 +20,7 @@ from syncprims.interface import Status
 
 from . import processes
 from .processes import ProcessSample
-from .verdict import NOTABLE, RankWait, Verdict, judge, own_rounds
-from .view import BoardView, WorldView
+from .verdict import NOTABLE, BoardView, RankWait, Verdict, WorldView, judge, own_rounds
 
 if TYPE_CHECKING:
     from syncprims.interface import Settings
@@ -157,7 +156,7 @@ class Observation:
             where = f"with run id {text!r}"
             may_be_pid = text.isdecimal() and len(text) <= 7  # digits: no pid has more
             readers, refused = _find_worlds(settings)
-            readers = _of_run(readers, text, whole=may_be_pid)
+            readers = [*_of_run(readers, text, whole=may_be_pid)]
             if may_be_pid and not readers:
                 pids = [int(text), *find_descendants(int(text))]
                 readers, _ = _find_worlds(settings, pids=pids)

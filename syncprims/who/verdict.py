@@ -1,4 +1,4 @@
-"""Who waits for whom in a world that is read from outside, and which rank is at fault.
+"""What is read of a world from outside, and who waits for whom in it: which rank is at fault.
 
 Pure functions of what was read. The words are those of the library's own errors and warnings.
 """
@@ -12,15 +12,36 @@ from syncprims import errors
 from syncprims._protocol.deadlock import Wait, deadlock_error, find_cycle, find_stuck
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims.errors import name_ranks
-from syncprims.interface import Status
-
-from .view import BoardView, WorldView
+from syncprims.interface import Label, Status, WaitView
 
 #: Seconds of waiting from which on a verdict names who waits: less is part of any program.
 NOTABLE = 0.5
 _MOST_NAMED = 8  # ranks whose activity is described
 
 Kind = Literal["moving", "waiting", "deadlock", "lost", "failed", "finished", "ended", "unreadable"]
+
+
+class BoardView(NamedTuple):
+    """What a process outside of the run reads of a board, while its members go on."""
+
+    members: tuple[int, ...]  #: world ranks, ascending
+    statuses: Mapping[int, Status]  #: of each member
+    waits: Mapping[int, WaitView]  #: of members that wait; short waits are not seen
+    last_barrier: Label | None = None  #: with a name, that all have passed; if not too long ago
+
+
+class WorldView(NamedTuple):
+    """What a process outside of the run reads of a world, or of its part on this host."""
+
+    run_id: str
+    backend: str
+    world_size: int
+    boards: Sequence[BoardView]  #: that of all ranks first, once it is there
+    hosts: Mapping[int, str]  #: the name of each rank's host, if there are several
+    pids: Mapping[int, int]  #: of those that have joined and whose process the reader can see
+    states: Mapping[int, Status]  #: of the ranks of this host
+    announced: Mapping[int, bytes]  #: what the ranks of this host have announced
+    problem: str = ""  #: why the rest cannot be read, if it cannot
 
 
 class Verdict(NamedTuple):

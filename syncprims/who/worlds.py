@@ -24,7 +24,7 @@ from syncprims._system.identity import ProcessIdentity
 from syncprims.errors import parse_ranks
 from syncprims.interface import Label, Status, WaitView
 
-from .view import BoardView, WorldView
+from .verdict import BoardView, WorldView
 
 if TYPE_CHECKING:  # in the sources, that package is the folder backends/
     from collections.abc import Generator, Mapping, Sequence

@@ -58,7 +58,6 @@ def test_descriptors_may_have_any_number(launches: Launches) -> None:
 
 
 def test_variables_are_set_in_both_dialects(launches: Launches) -> None:
-    outer = {"SLURM_PROCID": "7", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "RANK": "1"}
     done = launches.run(
         """
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
@@ -67,7 +66,8 @@ def test_variables_are_set_in_both_dialects(launches: Launches) -> None:
         assert "SLURM_PROCID" not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
         barrier()
         """,
-        **outer, TORCHELASTIC_RUN_ID="outer", WORLD_SIZE="2",
+        SLURM_PROCID="7", SLURM_NTASKS="8", SLURM_STEP_ID="0", RANK="1", WORLD_SIZE="2",
+        TORCHELASTIC_RUN_ID="outer",
     )  # fmt: skip
     assert done.code == 0, done.err
 

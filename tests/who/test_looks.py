@@ -31,8 +31,7 @@ from syncprims.cli.who import _text as command_text
 from syncprims.interface import Label, Status, WaitView
 from syncprims.who import WorldReport, processes, who
 from syncprims.who.observation import Observation
-from syncprims.who.verdict import RankWait, judge
-from syncprims.who.view import BoardView, WorldView
+from syncprims.who.verdict import BoardView, RankWait, WorldView, judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -35,6 +35,15 @@ def listing(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
+def started(tmp_path: Path, over: bool) -> Path:
+    """Return where to save, over an older state or not."""
+    path = tmp_path / "run" / "state"
+    path.parent.mkdir()
+    if over:
+        run_world(lambda: save_state(path, {"model": Net(1)}, step=1), 1)
+    return path
+
+
 def is_write(name: str) -> bool:
     return name in ("write", "pwrite")
 
@@ -43,10 +52,7 @@ def is_write(name: str) -> bool:
 def test_a_rank_that_is_late_for_a_save_given_up_takes_its_part_back(
     over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
 ) -> None:
-    path = tmp_path / "run" / "state"
-    path.parent.mkdir()
-    if over:
-        run_world(lambda: save_state(path, {"model": Net(1)}, step=1), 1)
+    path = started(tmp_path, over)
     before = listing(path.parent)
 
     def program() -> None:
@@ -74,10 +80,7 @@ def test_a_rank_that_is_late_for_a_save_given_up_takes_its_part_back(
 def test_what_the_leading_rank_has_failed_with_is_told_where_another_is_late(
     over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
 ) -> None:
-    path = tmp_path / "run" / "state"
-    path.parent.mkdir()
-    if over:
-        run_world(lambda: save_state(path, {"model": Net(1)}, step=1), 1)
+    path = started(tmp_path, over)
     before = listing(path.parent)
 
     def program() -> tuple[int | None, int | None]:
@@ -106,9 +109,7 @@ def test_a_save_whose_files_somebody_removes_is_an_error_and_no_hang(
     over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
 ) -> None:
     """Rank 0 listens for the word of rank 1, and never hears it."""
-    path = tmp_path / "run" / "state"
-    if over:
-        run_world(lambda: save_state(path, {"model": Net(1)}), 1)
+    path = started(tmp_path, over)
 
     def program() -> None:
         def slow(number: int, name: str, args: tuple[Any, ...]) -> None:
