@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from syncprims._protocol.threads import is_from_signal_handler
 from syncprims.errors import EncodingError
 
 from .arrays import Spec, flat, on_host, own_device, raw, spec_of
@@ -218,6 +219,8 @@ def _pickled(obj: object, allow_pickle: bool) -> bytes:
     try:
         return _sized(b"P", pickling.dumps(obj))
     except Exception as error:  # pickle calls the object's own methods: they may raise anything
+        if is_from_signal_handler(error):
+            raise
         raise _Refused from error
 
 
@@ -335,6 +338,8 @@ class _Decoder(NamedTuple):
         try:
             return pickling.loads(body, self.local_rank)
         except Exception as error:  # the object's own code runs here: it may raise anything
+            if is_from_signal_handler(error):
+                raise
             raise EncodingError(
                 f"an object arrived that cannot be made here: {type(error).__name__}: {error}"
             ) from error

@@ -17,6 +17,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from syncprims._protocol.rounds import RoundSequence
+from syncprims._protocol.threads import is_from_signal_handler
 from syncprims.errors import RankMismatch
 from syncprims.interface import Mark, Note
 
@@ -96,6 +97,8 @@ def _shorten(value: object) -> str:
     try:
         text = " ".join(repr(value).split())
     except Exception as broken:  # the object's own code: the others wait for what it is
+        if is_from_signal_handler(broken):
+            raise
         text = f"<no text: its __repr__ raised {type(broken).__name__}>"
     return text if len(text) <= 160 else f"{text[:120]} ... {text[-30:]}"
 
@@ -142,6 +145,8 @@ def _check_comparable(value: Any, copy: Any) -> None:
         if value == copy:
             return
     except (TypeError, ValueError, RuntimeError) as error:  # as arrays and tensors in it raise
+        if is_from_signal_handler(error):
+            raise
         why = error
     kind = type(cast("object", value))
     raise TypeError(

@@ -11,6 +11,8 @@ import pickle
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
+from syncprims._protocol.threads import is_from_signal_handler
+
 from .arrays import has_devices, is_dict, is_list_or_tuple, is_on_device, own_device
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ def error_of(obj: object) -> Exception | None:
     try:
         dumps(obj)
     except Exception as error:  # pickle calls the object's own methods: they may raise anything
+        if is_from_signal_handler(error):
+            raise
         return error
     return None
 

@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from syncprims.errors import SyncError, format_ranks, name_ranks
+from syncprims.errors import SyncError, format_ranks, install, name_ranks
 from syncprims.who.observation import Observation, RankReport, WorldReport, explain_refused, who
 from syncprims.who.processes import find_py_spy
 
@@ -137,7 +137,7 @@ def _world(report: WorldReport, style: Style) -> list[str]:
     lines += [_plain(line) for line in _beside(report.ranks)]
     alone = [rank for rank in report.ranks if rank.doing and rank.state == "running"]
     if alone and find_py_spy() is None:
-        lines.append("to see the lines of running ranks: pip install 'syncprims[who]'")
+        lines.append(f"to see the lines of running ranks: {install('who')}")
     return lines
 
 
