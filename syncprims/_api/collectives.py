@@ -280,9 +280,9 @@ def assert_same(
 
 
 def main_first(
+    name: str | None = None,
     *,
     local: bool = False,
-    name: str | None = None,
     timeout: Seconds = None,
     group: Group | None = None,
 ) -> MainFirst:
@@ -311,7 +311,7 @@ def main_first(
 
 
 def in_turn(
-    *, name: str | None = None, timeout: Seconds = None, group: Group | None = None
+    name: str | None = None, *, timeout: Seconds = None, group: Group | None = None
 ) -> InTurn:
     """Return a context manager: the members run the block one after another, in rank order.
 

@@ -191,11 +191,11 @@ class Group:
         label = rounds.note("assert_same", name).label
         comparison.assert_same(rounds, label, value, name, self._seconds(timeout))
 
-    def main_first(self, *, name: str | None = None, timeout: Seconds = None) -> MainFirst:
+    def main_first(self, name: str | None = None, *, timeout: Seconds = None) -> MainFirst:
         """As :func:`syncprims.main_first`, among the members: the lowest one goes first."""
         return MainFirst(self._rounds, name, seconds(timeout))
 
-    def in_turn(self, *, name: str | None = None, timeout: Seconds = None) -> InTurn:
+    def in_turn(self, name: str | None = None, *, timeout: Seconds = None) -> InTurn:
         """As :func:`syncprims.in_turn`, among the members."""
         return InTurn(self._rounds, name, self._seconds(timeout))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support import ROOT
+from support.sources import SOURCES, imports, is_in, parsed
 
 PAGES = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
 #: What each part of ``syncprims/`` may import beside itself: all parts before it.
@@ -51,62 +52,9 @@ ROOM_FOR = {
 }
 
 
-def module_of(path: Path) -> str:
-    """Return the dotted name of a file."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts if parts[0] == "syncprims" else ("syncprims", *parts)
-    return ".".join(parts).removesuffix(".__init__")
-
-
-SOURCES = {
-    module_of(path): path
-    for path in sorted([*ROOT.glob("syncprims/**/*.py"), *ROOT.glob("backends/**/*.py")])
-}
-
-
-@cache
-def parsed(module: str) -> ast.Module:
-    """Return the syntax tree of a module."""
-    return ast.parse(SOURCES[module].read_text())
-
-
-def nodes(module: str, *, at_import_time: bool) -> list[ast.Import | ast.ImportFrom]:
-    """Return the import statements of a module: those that importing it runs, or all of them."""
-    tree = parsed(module)
-    found = tree.body if at_import_time else ast.walk(tree)
-    return [node for node in found if isinstance(node, (ast.Import, ast.ImportFrom))]
-
-
-def names(module: str, node: ast.Import | ast.ImportFrom) -> set[str]:
-    """Return the modules that a statement imports, by their absolute names."""
-    if isinstance(node, ast.Import):
-        return {alias.name for alias in node.names}
-    base = node.module or ""
-    if node.level:
-        package = module if SOURCES[module].name == "__init__.py" else module.rpartition(".")[0]
-        base = f"{package}.{base}" if base else package
-    inner = {f"{base}.{alias.name}" for alias in node.names}
-    return {name if name in SOURCES else base for name in inner}
-
-
-@cache
-def imports(module: str, *, at_import_time: bool = False) -> frozenset[str]:
-    """Return every module that a module imports, also inside functions and for types only."""
-    return frozenset(
-        name
-        for node in nodes(module, at_import_time=at_import_time)
-        for name in names(module, node)
-    )
-
-
 def part(module: str) -> str:
     """Return the layer, room or file of ``syncprims/`` that a module belongs to."""
     return module.partition(".")[2].partition(".")[0]
-
-
-def is_in(module: str, package: str) -> bool:
-    """Return whether a module is this package or inside of it."""
-    return module == package or module.startswith(f"{package}.")
 
 
 @cache

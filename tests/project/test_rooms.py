@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from project.test_architecture import SOURCES, imports, is_in, parsed
 from support import ROOT
+from support.sources import SOURCES, imports, is_in, parsed
 
 CORE = [
     "_system", "errors", "interface", "_protocol", "_data", "_world", "_api",
