@@ -60,7 +60,7 @@ def _of_accumulator(
     """Return a method of a job that calls one of its accumulator's."""
 
     @functools.wraps(method)
-    def call(job: Accelerator, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(job: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         return method(job.accumulator, *args, **kwargs)
 
     return call
@@ -163,7 +163,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     # -- this rank, and collectives -------------------------------------------------------------
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         """The device of this rank."""
         return self.preparation.device
 
@@ -242,7 +242,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         return self.prepare(data_loader, device_placement=device_placement)
 
     accumulate = _of_accumulator(Accumulator.accumulate)
-    backward = _of_accumulator(Accumulator.backward)
+    backward = _of_accumulator(Accumulator.backward)  # type: ignore[arg-type]  # options of any name
     flush = _of_accumulator(Accumulator.flush)
     no_sync = _of_accumulator(Accumulator.no_sync)
     trigger_sync_in_backward = _of_accumulator(Accumulator.sync_in_backward)

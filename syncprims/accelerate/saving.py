@@ -272,7 +272,8 @@ class Checkpointing:
         return self._next_number(steps)
 
     def _next_number(self, steps: Sequence[int]) -> int:
-        return max(self.project_configuration.iteration, max(steps, default=-1) + 1)
+        least: int = self.project_configuration.iteration
+        return max(least, max(steps, default=-1) + 1)
 
     def save_state(
         self,

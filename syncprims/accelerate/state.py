@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from enum import StrEnum
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from syncprims._world.sequential import MainFirst
 from syncprims._world.world import set_world_timeout
 from syncprims.training import Accumulator, rank_device
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _STATE = "accelerate.state"  # among the world's extras: what all states of a rank share
 _JOB = "accelerate.job"  # the accumulator of the latest Accelerator
 
@@ -85,9 +87,17 @@ class RankCalls:
         """Whether there are other ranks."""
         return syncprims.get_world_size() > 1
 
-    on_main_process = staticmethod(syncprims.on_main)
-    on_local_main_process = staticmethod(syncprims.on_local_main)
-    on_last_process = staticmethod(syncprims.on_last)
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Make a function run on rank 0 only."""
+        return syncprims.on_main(function)
+
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Make a function run on the first rank of each node only."""
+        return syncprims.on_local_main(function)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Make a function run on the highest rank only."""
+        return syncprims.on_last(function)
 
     def wait_for_everyone(self) -> None:
         """Return when every rank has arrived."""
