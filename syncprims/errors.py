@@ -141,7 +141,10 @@ class SyncTimeout(SyncError, TimeoutError):
 
 
 class PeerLost(SyncError, ConnectionError):
-    """A rank is gone: killed, or finished while others still wait for it."""
+    """A rank is gone: killed, or finished while others still wait for it.
+
+    Or two hosts do not reach each other, and ranks there cannot exchange data; ``.rank`` is None.
+    """
 
     @classmethod
     def before_start(

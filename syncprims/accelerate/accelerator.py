@@ -54,16 +54,13 @@ R = TypeVar("R")
 Placement = bool | list[bool] | None  #: as in Accelerate's `prepare`
 
 
-def _of_accumulator(
-    method: Callable[Concatenate[Accumulator, P], R],
-) -> Callable[Concatenate[Any, P], R]:
+def _of_accumulator(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Return a method of a job that calls one of its accumulator's."""
 
-    @functools.wraps(method)
-    def call(job: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(job: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return method(job.accumulator, *args, **kwargs)
 
-    return call
+    return functools.update_wrapper(call, method)
 
 
 def _option(name: str, meaning: str) -> Any:
@@ -76,6 +73,12 @@ def _option(name: str, meaning: str) -> Any:
         setattr(job.preparation.options, name, value)
 
     return property(read, write, doc=meaning)
+
+
+class _Trigger(syncprims.Trigger):
+    """A trigger that a true check clears."""
+
+    _stays = False
 
 
 class Accelerator(RankCalls, Checkpointing, Tracking):
@@ -149,7 +152,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         )
         self.preparation = Preparation(self.accumulator, device, options)
         self.dataloader_config = data
-        self._trigger = syncprims.Trigger("accelerator")
+        self._trigger = _Trigger("accelerator")
         self._start_saving(project_dir, project_config)
         self._start_tracking(log_with)
         self.state = state_of_job(self.accumulator, device)  #: this rank, under Accelerate's names
@@ -242,7 +245,11 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         return self.prepare(data_loader, device_placement=device_placement)
 
     accumulate = _of_accumulator(Accumulator.accumulate)
-    backward = _of_accumulator(Accumulator.backward)  # type: ignore[arg-type]  # options of any name
+
+    def backward(self, loss: torch.Tensor, weight: float | None = None, **options: Any) -> None:
+        """Add the gradients of `loss`. See :meth:`syncprims.training.Accumulator.backward`."""
+        self.accumulator.backward(loss, weight, **options)
+
     flush = _of_accumulator(Accumulator.flush)
     no_sync = _of_accumulator(Accumulator.no_sync)
     trigger_sync_in_backward = _of_accumulator(Accumulator.sync_in_backward)

@@ -16,6 +16,7 @@ from syncprims.training import Accumulator, rank_device
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
 _STATE = "accelerate.state"  # among the world's extras: what all states of a rank share
 _JOB = "accelerate.job"  # the accumulator of the latest Accelerator
 
@@ -88,15 +89,15 @@ class RankCalls:
         return syncprims.get_world_size() > 1
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Make a function run on rank 0 only."""
+        """Return a function that runs on rank 0 only."""
         return syncprims.on_main(function)
 
     def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Make a function run on the first rank of each node only."""
+        """Return a function that runs on the first rank of each node only."""
         return syncprims.on_local_main(function)
 
     def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Make a function run on the highest rank only."""
+        """Return a function that runs on the highest rank only."""
         return syncprims.on_last(function)
 
     def wait_for_everyone(self) -> None:

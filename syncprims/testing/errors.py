@@ -137,13 +137,14 @@ class PackedException(NamedTuple):
 
     def _rebuild(self) -> BaseException:
         """Return an exception of this type and text without calling its constructor."""
-        cls: Any = sys.modules.get(self.module)
+        found: object = sys.modules.get(self.module)
         for part in self.name.split("."):
-            cls = getattr(cls, part, None)
-        if cls is None and self.module == "builtins":  # pytest's outcomes name this module
-            cls = getattr(sys.modules.get("_pytest.outcomes"), self.name, None)
-            if cls is not None:
-                return cls(self.text)  # type: ignore[no-any-return]
+            found = getattr(found, part, None)
+        if found is None and self.module == "builtins":  # pytest's outcomes name this module
+            found = getattr(sys.modules.get("_pytest.outcomes"), self.name, None)
+            if found is not None:
+                return cast("Any", found)(self.text)  # type: ignore[no-any-return]
+        cls = cast("Any", found)
         with contextlib.suppress(Exception):
             if self.members:
                 return cast("BaseException", cls(self.text, [m.unpack() for m in self.members]))

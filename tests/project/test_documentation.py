@@ -211,7 +211,7 @@ def check_requirements(place: str, words: list[str]) -> None:
             extras = project["optional-dependencies"].keys()
             assert set(found[2].split(",")) <= extras, f"{place}: {word}"
         else:
-            assert re.fullmatch(r"-e|\.|[a-z-]+|git\+https://.*", word), f"{place}: {word}"
+            assert re.fullmatch(r"-e|\.|[a-z-]+|https://\S+", word), f"{place}: {word}"
 
 
 def test_the_backend_to_copy_is_the_one_that_every_behaviour_runs_on() -> None:
