@@ -304,6 +304,11 @@ for _kind in _KINDS.values():
 SyncWarning.__module__ = "syncprims"
 
 
+def install(extra: str) -> str:
+    """Return how to install the libraries of an extra; the package itself is not published yet."""
+    return f"pip install '.[{extra}]' in the checkout of syncprims"
+
+
 def describe_exit(status: int | None) -> str:
     """Return ``killed by SIGKILL``, ``exit code 3``, or that it is not known.
 

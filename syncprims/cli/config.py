@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from syncprims.errors import ConfigurationError
+from syncprims.errors import ConfigurationError, install
 
 from . import accelerate_config
 from .console import CommandParser
@@ -123,8 +123,7 @@ def _parse(path: Path) -> dict[str, Any]:
         values: object = getattr(importlib.import_module(module), function)(text)
     except ImportError:
         raise ConfigurationError(
-            f"{path}: reading YAML needs a package: pip install 'syncprims[config]'. "
-            f"A file *.toml needs none"
+            f"{path}: reading YAML needs a package: {install('config')}. A file *.toml needs none"
         ) from None
     except Exception as error:  # each parser raises errors of its own
         raise ConfigurationError(f"{path} is not valid {path.suffix[1:]}: {error}") from error

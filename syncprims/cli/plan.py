@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from syncprims._world.launchers import list_rank_variables
 from syncprims._world.registry import BY_TORCH, load_backend
 from syncprims._world.settings import read_settings
-from syncprims.errors import BackendUnavailable, ConfigurationError
+from syncprims.errors import BackendUnavailable, ConfigurationError, install
 from syncprims.interface import Topology
 
 from .options import BY_KEY, Options, plain_value
@@ -188,8 +188,8 @@ def _backend(
     if name != "auto" and (name in BY_TORCH or nodes > 1) and find_spec("torch") is None:
         why = f"backend {name!r} needs torch" if nodes == 1 else "several nodes need torchrun"
         raise BackendUnavailable(
-            f"{why}, and torch is not installed: pip install 'syncprims[torch]', or run on one "
-            f"machine with --backend file"
+            f"{why}, and torch is not installed: {install('torch')}. Or run on one machine with "
+            f"--backend file"
         )
     if name == "auto" or name in BY_TORCH:
         return name

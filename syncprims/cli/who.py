@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from syncprims.errors import SyncError, format_ranks, name_ranks
+from syncprims.errors import SyncError, format_ranks, install, name_ranks
 from syncprims.who.observation import Observation, RankReport, WorldReport, explain_refused, who
 from syncprims.who.processes import find_py_spy
 
@@ -70,10 +70,11 @@ def run(options: argparse.Namespace) -> int:
         while (reports := observation.look()) or not watched:
             code = _code(reports)
             lines = _json(reports) if options.json else _text(reports, observation.refused, style)
-            if watched and not options.json:  # on a terminal in place of the lines before
-                lines = ["\033[H\033[2J", *lines] if style.is_terminal else [*lines, ""]
-            if lines:
-                print("\n".join(lines), flush=True)  # noqa: T201
+            text = "\n".join(lines)
+            if watched and not options.json:  # on a terminal in place of the text before
+                text = "\033[H\033[2J" + text if style.is_terminal else text + "\n"
+            if text:
+                print(text, flush=True)  # noqa: T201
             if not watched:
                 break
             time.sleep(pause)
@@ -136,7 +137,7 @@ def _world(report: WorldReport, style: Style) -> list[str]:
     lines += [_plain(line) for line in _beside(report.ranks)]
     alone = [rank for rank in report.ranks if rank.doing and rank.state == "running"]
     if alone and find_py_spy() is None:
-        lines.append("to see the lines of running ranks: pip install 'syncprims[who]'")
+        lines.append(f"to see the lines of running ranks: {install('who')}")
     return lines
 
 

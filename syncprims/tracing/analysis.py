@@ -361,7 +361,7 @@ def _conclusion(
     if share < _NEGLIGIBLE:
         return f"No rank makes others wait: waiting takes {share:.1%} of the ranks' time.", []
     worst = sorted(summaries, key=lambda rank: -rank.waited_for)
-    for count in range(1, max(1, min(3, (run.world_size - 1) // 2)) + 1):
+    for count in range(1, max(1, min(3, run.world_size // 2)) + 1):
         stragglers = [rank.rank for rank in worst[:count]]
         waited = sum(rank.waited_for for rank in worst[:count])
         if waited >= (0.5 + 0.4 / run.world_size if count == 1 else 0.8) * total:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from syncprims.errors import BackendUnavailable, ConfigurationError
+from syncprims.errors import BackendUnavailable, ConfigurationError, install
 from syncprims.tracing.trace_file import ROUND
 
 from .analysis import Analysis, seconds_text
@@ -46,8 +46,8 @@ def draw_image(analysis: Analysis, path: Path) -> None:
         from matplotlib.patches import Patch
     except ImportError as error:
         raise BackendUnavailable(
-            "--png draws with matplotlib, which is not installed: pip install 'syncprims[trace]', "
-            "or open trace.json at ui.perfetto.dev"
+            f"--png draws with matplotlib, which is not installed: {install('trace')}. Or open "
+            f"trace.json at ui.perfetto.dev"
         ) from error
     kind = path.suffix[1:].lower() or "png"
     count = len(analysis.summaries)

@@ -323,7 +323,7 @@ def test_without_the_package_yaml_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
     (tmp_path / "run.yaml").write_text("ranks: 4")
-    with pytest.raises(ConfigurationError, match=r"pip install 'syncprims\[config\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install '\.\[config\]'"):
         config.read(str(tmp_path / "run.yaml"))
     (tmp_path / "run.toml").write_text("ranks = 4")
     assert config.read(str(tmp_path / "run.toml")) == {"ranks": 4}

@@ -136,7 +136,7 @@ def test_a_group_that_the_test_has_open_is_not_disturbed() -> None:
 
 def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
-    with pytest.raises(sp.BackendUnavailable, match=r"pip install 'syncprims\[torch\]'"):
+    with pytest.raises(sp.BackendUnavailable, match=r"pip install '\.\[torch\]'"):
         run_world(lambda: None, 2, torch=True)
 
 

@@ -107,6 +107,18 @@ def test_without_a_straggler_none_is_named(plant: Plant) -> None:
     assert found.conclusion.startswith("No rank is the straggler: ranks waited 24 s for each other")
 
 
+def test_half_of_the_ranks_may_be_stragglers(plant: Plant) -> None:
+    run = plant(4)
+    for step in range(8):
+        arrivals = [AT + 2 * step * SECOND] * 4
+        arrivals[1 + 2 * (step % 2)] += SECOND
+        run.round(step + 1, arrivals)
+    run.leave(AT + 20 * SECOND)
+    found = analysis_of(run)
+    assert found.stragglers == [1, 3]
+    assert found.conclusion.startswith("Ranks 1 and 3 are the stragglers")
+
+
 def test_a_rank_that_never_comes_is_to_blame(plant: Plant) -> None:
     run = plant(3)
     run.round(1, [AT] * 3)
@@ -398,7 +410,7 @@ def test_without_matplotlib_it_says_what_to_do(
     planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(BackendUnavailable, match=r"pip install 'syncprims\[trace\]'.*trace\.json"):
+    with pytest.raises(BackendUnavailable, match=r"pip install '\.\[trace\]'.*trace\.json"):
         draw_image(analysis_of(planted), tmp_path / "no.png")
 
 
