@@ -55,7 +55,8 @@ class SharedWorld:
         self.scheduler = scheduler
         #: by members, name, and how many such boards were closed before
         self.boards: dict[tuple[tuple[int, ...], str, int], _SharedBoard] = {}
-        self.waiting: set[ThreadBoard] = set()  #: where a thread waits
+        #: Where a thread waits; with the call if it waits for the first of several notes.
+        self.waiting: dict[ThreadBoard, str] = {}
         #: of each rank: the state, how it ended, and the failure it left
         self.states: list[tuple[State, str, bytes]] = [("unknown", "", b"")] * world_size
         self.any_ended = False
@@ -140,7 +141,11 @@ class ThreadBackend(Backend):
         return True
 
     def wait_any(
-        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None = None
+        self,
+        boards: Sequence[Board],
+        ready: Callable[[], bool],
+        timeout: float | None = None,
+        call: str = "",
     ) -> bool:
         """Run other ranks until ``ready()``, one of these boards is broken, or the time is up."""
         own = [board for board in boards if isinstance(board, ThreadBoard)]
@@ -151,11 +156,12 @@ class ThreadBackend(Backend):
             return ready() or any(board.verdict() is not None for board in own)
 
         with scheduler.inside(self.topology.rank):
-            waiting.update(own)
+            waiting.update(dict.fromkeys(own, call))
             try:
                 scheduler.wait(self.topology.rank, settled, until)
             finally:
-                waiting.difference_update(own)
+                for board in own:
+                    waiting.pop(board, None)
         return ready()
 
     def close(self, failure: bytes | None = None) -> None:
@@ -209,11 +215,11 @@ class ThreadBoard(Board):
             elif not self._is_in_vain():
                 self.waiting_since = self._scheduler.now()
                 until = self.waiting_since + (math.inf if timeout is None else timeout)
-                self._world.waiting.add(self)
+                self._world.waiting[self] = ""
                 try:
                     self._scheduler.wait(self.rank, self._settled, until)
                 finally:
-                    self._world.waiting.discard(self)
+                    self._world.waiting.pop(self, None)
             if not self._is_complete():
                 return None
             number = self.collected = self.collected + 1

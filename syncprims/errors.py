@@ -141,7 +141,10 @@ class SyncTimeout(SyncError, TimeoutError):
 
 
 class PeerLost(SyncError, ConnectionError):
-    """A rank is gone: killed, or finished while others still wait for it."""
+    """A rank is gone: killed, or finished while others still wait for it.
+
+    Or two hosts do not reach each other, and ranks there cannot exchange data; ``.rank`` is None.
+    """
 
     @classmethod
     def before_start(
@@ -299,6 +302,11 @@ _KINDS = {kind.__name__: kind for kind in _CLASSES}
 for _kind in _KINDS.values():
     _kind.__module__ = "syncprims"  # tracebacks show the name that users import
 SyncWarning.__module__ = "syncprims"
+
+
+def install(extra: str) -> str:
+    """Return how to install the libraries of an extra; the package itself is not published yet."""
+    return f"pip install '.[{extra}]' in the checkout of syncprims"
 
 
 def describe_exit(status: int | None) -> str:

@@ -5,8 +5,8 @@ A :class:`Board` is where one group meets: each rank *posts* a note for its next
 flags, failures, deadlines, diagnosis) is written once, on top of these two. Backends move bytes.
 They never see an object, a user's function or an environment variable.
 
-The module has four parts: the configuration that a backend is made from, the messages that ranks
-post, the contract itself, and the view from outside.
+The module has three parts: the configuration that a backend is made from, the messages that ranks
+post, and the contract itself.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from enum import IntEnum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
 
 __all__ = [  # noqa: RUF022 - in the order of this file
     "UNKNOWN", "Topology", "Settings", "own_device_index",
-    "Label", "Note",
-    "State", "Status", "Window", "Engine", "DeviceEngine", "Board", "Backend",
-    "WaitView", "BoardView", "WorldView", "WorldReader",
+    "Label", "MARKS", "Mark", "Note",
+    "State", "Status", "Window", "WaitView", "Engine", "DeviceEngine", "Board", "Backend",
 ]  # fmt: skip
 
 
@@ -160,27 +160,39 @@ class Label:
         return cls(kind or "?", name, None if src is None else int(src), op, site or "?", about)
 
 
+class Mark(IntEnum):
+    """What a note says beside its label. Boards carry it; the call knows what it means."""
+
+    NONE = 0
+    YES = 1  #: to the question of the call: a flag is set, an object is equal
+    MORE = 2  #: something follows the note: arrays, or another round
+    INLINE = 3  #: the payload holds all data of the call
+
+
+MARKS = tuple(Mark)
+
+
 class Note(NamedTuple):
     """What one rank posts to one round."""
 
     label: Label
-    flag: bool = False
+    mark: Mark = Mark.NONE
     payload: bytes = b""
     failure: bytes = b""  #: if not empty, this rank failed here: the dumped error
 
     def encode(self) -> bytes:
         """Return the note as bytes, for backends that carry it whole."""
         label = self.label.encode()
-        lengths = b"%d %d %d %d " % (self.flag, len(label), len(self.payload), len(self.failure))
+        lengths = b"%d %d %d %d " % (self.mark, len(label), len(self.payload), len(self.failure))
         return lengths + label + self.payload + self.failure
 
     @classmethod
     def decode(cls, data: bytes) -> Note:
         """Return the note that :meth:`encode` wrote."""
-        flag, n_label, n_payload, n_failure, rest = data.split(b" ", 4)
+        mark, n_label, n_payload, n_failure, rest = data.split(b" ", 4)
         a, b, c = int(n_label), int(n_payload), int(n_failure)
         label, payload, failure = rest[:a], rest[a : a + b], rest[a + b : a + b + c]
-        return cls(Label.decode(label), flag == b"1", payload, failure)
+        return cls(Label.decode(label), MARKS[int(mark)], payload, failure)
 
 
 # -- the contract: what a backend offers -----------------------------------------------------------
@@ -210,6 +222,15 @@ class Window(NamedTuple):
     fence: Callable[[], object]
 
 
+class WaitView(NamedTuple):
+    """A wait of one member of a board."""
+
+    number: int  #: of the round; 0 if it does not wait
+    since: float = 0.0  #: as :func:`time.monotonic`
+    for_data: bool = False  #: the notes of that round are up, and it waits for the call's data
+    deadline: float = math.inf  #: in the board's time; readers from outside do not see it
+
+
 class Engine(ABC):
     """Carries bytes in bulk between the members of a board that share no memory.
 
@@ -228,6 +249,14 @@ class Engine(ABC):
     @abstractmethod
     def gather(self, mine: memoryview, all_: memoryview) -> None:
         """All-gather: part i of `all_`, of equal parts, is filled with the `mine` of member i."""
+
+    def obstacle(self) -> str | None:
+        """Return why the call under way, or one that has raised, cannot succeed; do not wait.
+
+        It names those that it concerns, and not this member alone. Empty if there is no obstacle;
+        None while that is not known. Any thread calls it, again and again. Optional.
+        """
+        return ""
 
     @abstractmethod
     def close(self) -> None:
@@ -261,32 +290,35 @@ class Board(ABC):
     """
 
     depth: int = 8
+
+    # Ability: shared memory.
     #: Memory that all members share from the start, if there is any: equal parts for two rounds in
-    #: turn, with at least a cache line for each member. Small values pass through it.
+    #: turn, with at least a cache line for each member. Small values pass through it; arrays pass
+    #: through :meth:`window`.
     small_window: Window | None = None
-    #: Carries bytes between all members, if there is no window. All members have one, or none.
+
+    # Ability: a bulk engine, of boards without shared memory.
+    #: Carries bytes between all members. All members have one, or none.
     engine: Engine | None = None
     #: Carries tensors between all members' devices; without it they pass through hosts' memory.
     device_engine: DeviceEngine | None = None
     #: Payloads of more bytes travel through the engine and not in a note. None on a board with a
     #: window, where two transfers of one call would use the same places.
     note_limit: int | None = None
-    #: Whether :attr:`now` stands still while any rank can go on, as in a test. Then `collect`
-    #: returns None only when its time is up or the round can never complete. The library does not
-    #: call it in between, and `timeout` may be infinite. It sets :attr:`waiting_since` when a wait
-    #: begins.
+
+    # Ability: virtual time, of the worlds of tests.
+    #: Whether :attr:`now` stands still while any rank can go on. Then `collect` returns None only
+    #: when its time is up or the round can never complete. The library does not call it in
+    #: between, and `timeout` may be infinite. It sets :attr:`waiting_since` when a wait begins.
     virtual_time: bool = False
     waiting_since: float = 0.0
-    #: Whether a barrier of one member is a round, too, as where a test observes every round.
-    posts_alone: bool = False
-    #: Whether `syncprims who` can read it from outside: the warning of a long wait says so.
+    #: Whether something observes every round: then a barrier of one member is a round, too, and
+    #: what observes them finds a deadlock without a timeout.
+    observed: bool = False
+
+    # Ability: being read from outside; see :meth:`publish_wait` and :meth:`Backend.announce`.
+    #: Whether `syncprims who` can read the board: the warning of a long wait says so.
     seen_outside: bool = False
-    #: Set by the core while it waits for the first of several notes, here or at other boards: the
-    #: call that waits.
-    waits_any: str = ""
-    #: Set by the core: how many rounds beyond :attr:`posted` this rank will post without another
-    #: call of the user, once there is room for them.
-    promised: int = 0
 
     def __init__(self, members: Sequence[int], name: str = "") -> None:
         self.members = tuple(members)  #: world ranks, ascending
@@ -418,13 +450,17 @@ class Backend(ABC):
         return False
 
     def wait_any(
-        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None = None
+        self,
+        boards: Sequence[Board],
+        ready: Callable[[], bool],
+        timeout: float | None = None,
+        call: str = "",
     ) -> bool:
         """Return whether ``ready()``, once it is or after `timeout` seconds.
 
-        `ready` reads the statuses of `boards`: so a rank waits for the first of several notes. It
-        may return False earlier, when a board of these is broken. Optional: by default this looks
-        again and again, with growing pauses.
+        `ready` reads the statuses of `boards`: so a rank waits for the first of several notes, in
+        `call` if the user has made one. It may return False earlier, when a board of these is
+        broken. Optional: by default this looks again and again, with growing pauses.
         """
         begin = time.monotonic()
         pause = 0.0
@@ -474,56 +510,3 @@ class Backend(ABC):
 
     def abandon(self) -> None:  # noqa: B027 - optional
         """Release everything, unnoticed by others: this process is a forked child, not a rank."""
-
-
-# -- the view from outside: optional, for programs that are no rank --------------------------------
-
-
-class WaitView(NamedTuple):
-    """A wait of one member of a board."""
-
-    number: int  #: of the round; 0 if it does not wait
-    since: float = 0.0  #: as :func:`time.monotonic`
-    for_data: bool = False  #: the notes of that round are up, and it waits for the call's data
-    deadline: float = math.inf  #: in the board's time; readers from outside do not see it
-
-
-class BoardView(NamedTuple):
-    """What a process outside of the run reads of a board, while its members go on."""
-
-    members: tuple[int, ...]  #: world ranks, ascending
-    statuses: Mapping[int, Status]  #: of each member
-    waits: Mapping[int, WaitView]  #: of members that wait; short waits are not seen
-    last_barrier: Label | None = None  #: with a name, that all have passed; if not too long ago
-
-    def status(self, rank: int) -> Status:
-        """Return what is known of member `rank`."""
-        return self.statuses[rank]
-
-
-class WorldView(NamedTuple):
-    """What a process outside of the run reads of a world, or of its part on this host."""
-
-    run_id: str
-    backend: str
-    world_size: int
-    boards: Sequence[BoardView]  #: that of all ranks first, once it is there
-    hosts: Mapping[int, str]  #: the name of each rank's host, if there are several
-    pids: Mapping[int, int]  #: of those that have joined and whose process the reader can see
-    states: Mapping[int, Status]  #: of the ranks of this host
-    announced: Mapping[int, bytes]  #: what the ranks of this host have announced
-    problem: str = ""  #: why the rest cannot be read, if it cannot
-
-
-class WorldReader(ABC):
-    """Reads one world from outside. It never writes, and takes no lock that a rank needs."""
-
-    path: str  #: of the directory in which the ranks meet
-
-    @abstractmethod
-    def read(self) -> WorldView | None:
-        """Return what can be read now; None once the world has ended and removed its files."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what is open."""

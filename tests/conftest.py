@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import filelock
 import pytest
@@ -21,7 +21,7 @@ from support.rank_worlds import Kind, Ranks, Scripts, Signs
 from syncprims._world import runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
 HERE = Path(__file__).parent
 
@@ -59,8 +59,9 @@ def _target(descriptor: Path) -> str:
     return ""
 
 
-# The first DataLoader with workers sets the handler of SIGCHLD, and keeps it.
-_KEPT = set(signal.Signals) - {signal.SIGCHLD}
+# The first DataLoader with workers sets the handler of SIGCHLD, and keeps it. SIGALRM belongs to
+# the time limit of each test.
+_KEPT = set(signal.Signals) - {signal.SIGCHLD, signal.SIGALRM}
 
 _own: dict[str, list[tuple[dict[str, object], str, object]]] = {}
 
@@ -144,6 +145,12 @@ def meeting_place(tmp_path: Path) -> Path:
     path = tmp_path / "meet"
     path.mkdir(mode=0o700)
     return path
+
+
+@pytest.fixture
+def alone(meeting_place: Path) -> Callable[[Callable[[], Any]], Any]:
+    """Return a function that runs a program on the only rank of a new process."""
+    return lambda program: Ranks(Kind("single", 1), meeting_place).run(program)[0]
 
 
 @pytest.fixture(params=KINDS, ids=str)

@@ -17,34 +17,44 @@ another has rightly found to stand, except in the moment between; and there the 
 
 from __future__ import annotations
 
+import struct
 import time
 from typing import TYPE_CHECKING
 
+from .memory import RECORD_HEAD, TEXT_SIZE, await_record, write_record
+
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Callable
 
     from .claims import Claims
-    from .memory import AbortRecords
 
 _PAUSE = 0.001
 _VOID = "void"
 
 
 class Aborts:
-    """The aborts of the board `name`, as member number `index` sees and makes them.
+    """The aborts of the board `name`, as number `index` of `count` processes sees and makes them.
 
-    ``is_complete(number)`` says whether all that a round needs is there. Once true, it stays true.
+    In `memory` each process writes which round it wants to abort, and why. ``is_complete(number)``
+    says whether all that a round needs is there. Once true, it stays true.
     """
 
     def __init__(
         self,
-        records: AbortRecords,
+        memory: mmap.mmap,
+        intents_at: int,
+        texts_at: int,
+        count: int,
         claims: Claims,
         name: str,
         index: int,
         is_complete: Callable[[int], bool],
     ) -> None:
-        self._records = records
+        self._memory = memory
+        self._intents_at = intents_at
+        self._texts_at = texts_at
+        self._intents = struct.Struct(f"<{count}Q")
         self._claims = claims
         self._name = name
         self._index = index
@@ -54,18 +64,29 @@ class Aborts:
     def abort(self, number: int, text: bytes) -> None:
         """Abort round `number` with `text`, unless it is complete or another abort came first."""
         if self.verdict(number) is None:
-            self._records.write_text(self._index, text)
-            self._records.write_intent(self._index, number)
+            at = self._texts_at + self._index * TEXT_SIZE
+            write_record(self._memory, at, text[: TEXT_SIZE - RECORD_HEAD])
+            self._write_intent(number)
             self._decide(number, self._index)
 
     def verdict(self, number: int) -> bytes | None:
         """Return the text of the abort that covers round `number`; None if there is none."""
-        for member, intended in enumerate(self._records.read_intents()):
+        for member, intended in enumerate(self._read_intents()):
             if 0 < intended <= number and intended not in self._void:
                 author = self._decide(intended, member)
                 if author is not None:
-                    return self._records.read_text(author)
+                    at = self._texts_at + author * TEXT_SIZE
+                    return await_record(self._memory, at, TEXT_SIZE)
         return None
+
+    def _write_intent(self, number: int) -> None:
+        """Record that this process wants to abort round `number`; 0 withdraws it."""
+        at = self._intents_at + 8 * self._index
+        self._memory[at : at + 8] = number.to_bytes(8, "little")
+
+    def _read_intents(self) -> tuple[int, ...]:
+        """Return the round that each process wants to abort, or 0."""
+        return self._intents.unpack_from(self._memory, self._intents_at)
 
     def _decide(self, number: int, member: int) -> int | None:
         """Return whose abort of round `number` stands, or None if it is void."""
@@ -82,6 +103,6 @@ class Aborts:
         if outcome != _VOID:
             return int(outcome)
         self._void.add(number)
-        if self._records.read_intents()[self._index] == number:
-            self._records.write_intent(self._index, 0)
+        if self._read_intents()[self._index] == number:
+            self._write_intent(0)
         return None

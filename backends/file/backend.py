@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import hashlib
 import os
 import re
-import resource
 import sys
 import time
 from pathlib import Path
@@ -26,6 +24,7 @@ from typing import TYPE_CHECKING
 import filelock
 
 from syncprims import errors
+from syncprims._system.identity import ProcessIdentity
 from syncprims.errors import (
     BackendUnavailable,
     ConfigurationError,
@@ -36,20 +35,13 @@ from syncprims.errors import (
 from syncprims.interface import Backend, Board, Settings, Topology
 
 from .board import SharedMemoryBoard, abort_from_outside
-from .description import (
-    BoardDescription,
-    WorldDescription,
-    describe_board,
-    describe_world,
-    forget_board,
-    is_part_of,
-)
+from .description import FILE as DESCRIPTION
+from .description import OF_BOARD, BoardDescription, WorldDescription, describe
 from .early_ends import EarlyEnd, RankRecord, read_records, record_rank, remove_records
 from .filesystems import refuse_remote, refuse_useless_locks
 from .liveness import FILE as LIVENESS
 from .liveness import Liveness, examine_from_outside, joined, world_size_of
-from .private_dir import PrivateDirectory, default_base
-from .processes import ProcessIdentity
+from .private_dir import PrivateDirectory, base_path, cure_for
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -57,7 +49,6 @@ if TYPE_CHECKING:
 _PREFIX, _LOCK = "syncprims-", ".lock"  # of our files in a directory that may hold others
 _LOCK_TIMEOUT = 30.0  # seconds; the lock is held for milliseconds
 _LOCK_PAUSE = 0.002  # seconds between two attempts
-_DESCRIPTORS = 20  # that a rank needs, beside one for each other rank
 _SLOT_TIMEOUT = 5.0  # seconds for the last process of this rank to end
 
 
@@ -78,7 +69,6 @@ class FileBackend(Backend):
         self.check(topology, settings)
         super().__init__(topology, settings)
         self._run_path = _run_path(topology, settings)
-        self._user = os.geteuid()
         size = topology.world_size
         self._description = description or WorldDescription(
             topology.run_id or self._run_path.name, self.name, size, format_ranks(range(size))
@@ -161,11 +151,10 @@ class FileBackend(Backend):
         # Without room or lock they are removed with the world.
         with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:
             directory.write(f"{file}-left-{board.rank}", b"")
-            found = [name for name in directory.names() if is_part_of(file, name)]
+            found = [name for name in directory.names() if name.startswith(file)]
             if sum(name.startswith(f"{file}-left-") for name in found) == len(board.members):
                 for name in found:
                     directory.remove(name)
-                forget_board(directory, file)
 
     def open_board(
         self,
@@ -182,7 +171,7 @@ class FileBackend(Backend):
         description = BoardDescription(format_ranks(everywhere), format_ranks(members))
         with self.locked_directory() as directory:
             board = SharedMemoryBoard(file, members, self.liveness, slots, name)
-            describe_board(directory, file, description)
+            describe(directory, file + OF_BOARD, description)
         self._boards.append(board)
         return board
 
@@ -250,30 +239,10 @@ class FileBackend(Backend):
         except OSError as error:
             if isinstance(error, SyncError) or error.errno is None:
                 raise  # a signal handler has raised it, if it has no number
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                count = self.topology.world_size
-                raise BackendUnavailable(
-                    f"rank {self.topology.rank} has too few descriptors to meet the others: "
-                    f"{error}. This process may have "
-                    f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open. A world of {count} "
-                    f"ranks needs about {_DESCRIPTORS + count} beside the program's own: raise the "
-                    f"limit (ulimit -n)"
-                ) from error
             raise BackendUnavailable(
                 f"{self._run_path} cannot hold what the ranks need to meet: {error}; "
-                f"{self._cure_for(error)}"
+                f"{cure_for(error)}"
             ) from error
-
-    def _cure_for(self, error: OSError) -> str:
-        """Return what the user can do where this directory refuses something."""
-        if error.errno == errno.EACCES and os.geteuid() != self._user:
-            return (
-                f"this rank joined as user {self._user}, and now runs as user {os.geteuid()}: drop "
-                f"privileges before the first call"
-            )
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        cure = "free some space" if full else "make it readable and writable for its owner"
-        return f"{cure}, or set SYNCPRIMS_DIR to another place"
 
     # -- joining --------------------------------------------------------------------------------
 
@@ -312,7 +281,7 @@ class FileBackend(Backend):
                 # Those that have joined this world raise it as well.
                 abort_from_outside(directory, board_file(range(found)), found, errors.dump(error))
                 raise error
-            describe_world(directory, self._description)
+            describe(directory, DESCRIPTION, self._description)
             self.liveness = Liveness(directory, top.rank, top.world_size)
         except BaseException:
             directory.close()
@@ -441,11 +410,6 @@ def find_early_ends(topology: Topology, settings: Settings) -> dict[int, EarlyEn
     ):
         ends = {rank: record.find_end() for rank, record in read_records(run).items()}
         return {rank: end for rank, end in ends.items() if end is not None}
-
-
-def base_path(settings: Settings) -> Path:
-    """Return the directory that contains those of the runs."""
-    return Path(settings.directory or default_base(settings.runtime_directory)).absolute()
 
 
 def _run_path(topology: Topology, settings: Settings) -> Path:

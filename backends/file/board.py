@@ -14,7 +14,7 @@ import zlib
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from syncprims.interface import Board, Label, Note, Status
+from syncprims.interface import MARKS, Board, Label, Note, Status
 
 from .abort import Aborts
 from .claims import Claims
@@ -25,9 +25,9 @@ from .memory import (
     CELLS,
     CONTENT,
     DIGEST,
-    FLAG,
     FLAGS_FACTOR,
     HEAD,
+    MARK,
     MASK,
     ROUND_FACTOR,
     SPILLED,
@@ -87,17 +87,15 @@ class SharedMemoryBoard(Board):
         self._bare: dict[int, tuple[Note, int, int, bytes]] = {}
         # By label: flags with its digest, the check of the body, and the body.
         self._bodies: dict[bytes, tuple[int, int, bytes]] = {}
-        # What came without payload, by check: the body, and the notes without and with a flag.
-        self._seen: dict[int, tuple[bytes, Note, Note]] = {}
+        # What came without payload, by check: the body, and the notes by mark.
+        self._seen: dict[int, tuple[bytes, list[Note]]] = {}
         self._written: list[bytes | None] = [None] * CELLS  # the bodies of bare notes
         #: rounds and names of this rank's files for what did not fit its cells, not yet removed
         self._spilled: list[tuple[int, str]] = []
         self._cells = Cells(liveness.directory, file, len(self.members))
         self._memory = self._cells.memory
         self.small_window = self._cells.small_window
-        self._aborts = Aborts(
-            self._cells.aborts, liveness.claims, file, self._index, self._cells.all_posted
-        )
+        self._aborts = _aborts_of(self._cells, liveness.claims, file, self._index)
         self._rows = self._cells.rows
         self._own = [self._cells.word_at(cell, self._index) for cell in range(CELLS)]
         self._asleep = self._cells.asleep
@@ -137,7 +135,7 @@ class SharedMemoryBoard(Board):
         if len(self._bare) > _MOST_KNOWN:
             self._bare.clear()
         digest, check, body = self._body_of(note.label.encode())
-        bare = self._bare[id(note)] = note, digest | (FLAG if note.flag else 0), check, body
+        bare = self._bare[id(note)] = note, digest | note.mark, check, body
         return bare
 
     def _body_of(self, text: bytes) -> tuple[int, int, bytes]:
@@ -168,13 +166,13 @@ class SharedMemoryBoard(Board):
 
     def _write_content(self, number: int, note: Note) -> tuple[int, int]:
         """Write a body that has more than a label; return its flags and its check."""
-        label, flag, payload, failure = note
+        label, mark, payload, failure = note
         text = label.encode()
         self._body_of(text)  # refuses one that is too long
         cell = number % CELLS
         content = payload + failure
         start = HEAD.pack(len(text), len(payload), len(failure), zlib.crc32(content)) + text
-        flags = CONTENT | (FLAG if flag else 0)
+        flags = CONTENT | mark
         if len(start) + len(content) > BODY_SIZE:
             flags |= SPILLED
             self._spill(number, content)
@@ -350,9 +348,9 @@ class SharedMemoryBoard(Board):
             seen = self._seen.get((check - number * ROUND_FACTOR - flags * FLAGS_FACTOR) & MASK)
             # Two labels may have the same check.
             if seen is not None and self._cells.holds_body(cell, index, seen[0]):
-                return seen[2] if flags & FLAG else seen[1]
+                same: Note = seen[1][flags & MARK]
+                return same
         expected = label.encode()  # most likely the others made the same call
-        flag = bool(flags & FLAG)
         body = self._cells.read_body(cell, index, word)
         if body is None:
             return None
@@ -369,8 +367,8 @@ class SharedMemoryBoard(Board):
             if len(self._seen) > _MOST_KNOWN:
                 self._seen.clear()
             _, check, bare = self._body_of(text)
-            self._seen[check] = bare, Note(label), Note(label, flag=True)
-        return Note(label, flag, content[:payload], content[payload:])
+            self._seen[check] = bare, [Note(label, mark) for mark in MARKS]
+        return Note(label, MARKS[flags & MARK], content[:payload], content[payload:])
 
     # -- for the two-level board ------------------------------------------------------------------
 
@@ -477,4 +475,9 @@ def abort_from_outside(directory: PrivateDirectory, name: str, count: int, verdi
         contextlib.closing(Cells(directory, name, count)) as cells,
         contextlib.closing(Claims(directory)) as claims,
     ):
-        Aborts(cells.aborts, claims, name, count, cells.all_posted).abort(1, verdict)
+        _aborts_of(cells, claims, name, count).abort(1, verdict)
+
+
+def _aborts_of(cells: Cells, claims: Claims, name: str, index: int) -> Aborts:
+    at, texts_at, count = cells.intents.start, cells.texts_at, cells.count + 1
+    return Aborts(cells.memory, at, texts_at, count, claims, name, index, cells.all_posted)

@@ -20,9 +20,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncprims._system.identity import ProcessIdentity, ProcessWatch, read_stat
 from syncprims.errors import SyncError, describe_exit
-
-from .processes import ProcessIdentity, ProcessWatch, stat_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,8 +103,7 @@ def record_rank(run: PrivateDirectory, rank: int, record: RankRecord) -> None:
     earlier = _read(run, name)
     if earlier is not None and earlier.joined and not earlier.is_void():
         record = record._replace(joined=True)
-    run.write(f"{name}.new", json.dumps(record).encode())
-    os.rename(f"{name}.new", name, src_dir_fd=run.fd, dst_dir_fd=run.fd)
+    run.replace(name, json.dumps(record).encode())
 
 
 def find_early_end(world: PrivateDirectory, rank: int) -> EarlyEnd | None:
@@ -143,7 +141,7 @@ def _now() -> int:
 
 def _own_launcher() -> list[int] | None:
     pid = os.getppid()
-    fields = stat_fields(pid)
+    fields = read_stat(pid)
     # Its pid namespace cannot be read if it is another user's, as SLURM's is.
     return [pid, int(fields[19]), ProcessIdentity.own().namespace] if fields else None
 

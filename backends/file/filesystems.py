@@ -10,8 +10,8 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from syncprims.errors import BackendUnavailable
 
@@ -34,46 +34,24 @@ _REMOTE_FUSE = """
 """
 
 
-class Mount(NamedTuple):
-    """One line of proc(5) mountinfo."""
+def find_mount(mounts: str, number: str) -> tuple[str, str] | None:
+    """Return the point and the type of mount `number` in the text of proc(5) mountinfo, if known.
 
-    number: int
-    device: str  #: ``major:minor``; on btrfs not the one that stat(2) gives
-    point: str
-    type: str
-
-    @property
-    def remote(self) -> bool:
-        """True where locks need not hold across clients."""
-        kind, _, driver = self.type.partition(".")
-        return kind in _REMOTE.split() or (kind == "fuse" and driver in _REMOTE_FUSE.split())
-
-
-def parse_mounts(text: str) -> list[Mount]:
-    """Return the mounts in the `text` of mountinfo, the latest last; odd lines are left out."""
-    found: list[Mount] = []
-    for line in text.splitlines():
-        before, dash, after = line.partition(" - ")
-        fields, rest = before.split(" "), after.split(" ")
-        if dash and len(fields) >= 6 and fields[0].isdecimal() and rest[0]:
-            found.append(Mount(int(fields[0]), fields[2], _plain(fields[4]), _plain(rest[0])))
-    return found
-
-
-def find_mount(text: str, path: str, device: str = "", number: int | None = None) -> Mount | None:
-    """Return the mount that `path`, without links, is on; None if `text` does not show it.
-
-    The `number` of the mount decides where it is known. Else it is the innermost mount above
-    `path`, of those with the same `device` if there are any: a mount may be hidden by a later one.
+    The system gives the number of an open file's mount. A path would need more: a later mount may
+    hide an earlier one.
     """
-    known = parse_mounts(text)
-    for mount in known:
-        if mount.number == number:
-            return mount
-    above = [mount for mount in known if PurePath(path).is_relative_to(mount.point)]
-    same = [mount for mount in above if mount.device == device]
-    # Of two mounts at one point, the later one hides the other.
-    return max(reversed(same or above), key=lambda mount: len(mount.point), default=None)
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(" "), after.split(" ")[0]
+        if fields[0] == number and len(fields) > 5 and kind:
+            return _plain(fields[4]), _plain(kind)
+    return None
+
+
+def is_remote(kind: str) -> bool:
+    """Return whether locks need not hold across clients on a file system of this type."""
+    first, _, driver = kind.partition(".")
+    return first in _REMOTE.split() or (first == "fuse" and driver in _REMOTE_FUSE.split())
 
 
 def refuse_remote(path: Path, fd: int) -> None:
@@ -82,18 +60,15 @@ def refuse_remote(path: Path, fd: int) -> None:
     :raises BackendUnavailable: naming the type and the mount point.
     """
     try:
-        text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+        mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
         info = Path(f"/proc/self/fdinfo/{fd}").read_text()
     except OSError:
         return  # no such file on this system: to try the lock must be enough
-    found = re.search(r"^mnt_id:\s*(\d+)$", info, re.MULTILINE)
-    number = int(found[1]) if found else None
-    device = os.fstat(fd).st_dev
-    shown = f"{os.major(device)}:{os.minor(device)}"
-    mount = find_mount(text, os.path.realpath(path), shown, number)
-    if mount is not None and mount.remote:
+    number = re.search(r"^mnt_id:\s*(\d+)$", info, re.MULTILINE)
+    mount = find_mount(mounts, number[1]) if number else None
+    if mount is not None and is_remote(mount[1]):
         raise BackendUnavailable(
-            f"{path} is on a file system of type {mount.type}, mounted at {mount.point}: locks "
+            f"{path} is on a file system of type {mount[1]}, mounted at {mount[0]}: locks "
             f"there need not hold for other hosts that have it mounted, and ranks of this backend "
             f"prove by locks that they live; {_CURE}"
         )

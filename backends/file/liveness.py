@@ -7,9 +7,9 @@ Each rank holds a lock for as long as it lives. The kernel frees the lock when t
 however it ends. So nothing has to be touched while all is well, and no rank is ever declared dead
 by a clock: a stopped or swapping rank still holds its lock.
 
-It is in fact two locks. The members of a world ask for the record lock (`record_locks.py`), which
-no child inherits. The lock of a file of its own shows to processes that join or clean up which
-ranks are in the world. A forked child inherits that one, so the core closes it in the child.
+It is in fact two locks. The members of a world ask for the record lock, which no child inherits.
+The lock of a file of its own shows to processes that join or clean up which ranks are in the world.
+A forked child inherits that one, so the core closes it in the child.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import os
 import re
 import select
 import struct
+import sys
 import time
 from typing import TYPE_CHECKING
 
 from syncprims import errors
+from syncprims._system.identity import ProcessIdentity, ProcessWatch
 from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
 
 from .claims import Claims
@@ -36,8 +38,6 @@ from .memory import (
     read_record,
     write_record,
 )
-from .processes import ProcessIdentity, ProcessWatch
-from .record_locks import RecordLocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,6 +59,10 @@ _EXIT_GRACE = 5.0  # seconds to learn the exit code of a rank that published a n
 #: Seconds for a process that has lost its lock to be gone: all it has left to do is to end, unless
 #: it runs another program.
 _DYING = 0.2
+_LOCKS_FILE = "locks"
+_LINUX = sys.platform == "linux"
+#: Linux can also ask about locks of this very process, which matters where two ranks share one.
+_ASK = fcntl.F_OFD_GETLK if _LINUX else fcntl.F_GETLK
 
 
 class Liveness:
@@ -341,13 +345,15 @@ def joined(directory: PrivateDirectory) -> dict[int, bool]:
     """Return the ranks that have ever joined the world in `directory`, and whether they live."""
     found = [re.fullmatch(r"alive-(0|[1-9][0-9]{0,8})", name) for name in directory.names()]
     ranks = sorted(int(name[1]) for name in found if name is not None)
-    return {rank: not is_unlocked(directory, rank) for rank in ranks}
+    return {rank: not _is_unlocked(directory, rank) for rank in ranks}
 
 
-def is_unlocked(directory: PrivateDirectory, rank: int) -> bool:
+def _is_unlocked(directory: PrivateDirectory, rank: int) -> bool:
     """Return whether no process holds the lock of `rank`: its process is gone.
 
     Without the file this is not known, and False: something has removed it.
+
+    :raises ConfigurationError: if the file is something else.
     """
     try:
         with directory.opened(_lock_name(rank), os.O_RDWR) as fd:
@@ -382,6 +388,58 @@ def _lock(fd: int) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.0005)
+
+
+# -- record locks ---------------------------------------------------------------------------------
+
+
+class RecordLocks:
+    """The record locks of one world's ranks, of which this process holds that of `rank`.
+
+    Each rank locks one byte of a file that all ranks keep open. The kernel frees the lock when the
+    process ends or runs another program. Unlike the lock of an open file, no child inherits it. One
+    system call shows whether another rank holds its lock. It needs neither a path nor a permission.
+
+    A process must open the file only once: closing it anywhere frees all locks of the process on
+    it. A program that reads all files of a directory does that, so a free lock alone proves no end.
+    """
+
+    def __init__(self, directory: PrivateDirectory, rank: int) -> None:
+        """Take the lock of `rank`.
+
+        :raises ConfigurationError: if the file is something else.
+        :raises OSError: if another process holds the lock.
+        """
+        self._fd = directory.open_file(_LOCKS_FILE, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def is_free(self, rank: int) -> bool:
+        """Return whether no process holds the lock of `rank`; False if the system does not say."""
+        try:
+            found = fcntl.fcntl(self._fd, _ASK, _pack_flock(fcntl.F_WRLCK, rank))
+        except OSError:
+            return False
+        return _type_of(found) == fcntl.F_UNLCK
+
+    def close(self) -> None:
+        """Free this rank's lock. In a forked child, the parent keeps it."""
+        os.close(self._fd)
+
+
+def _pack_flock(kind: int, at: int) -> bytes:
+    """Return a ``struct flock`` for the byte `at`."""
+    if _LINUX:
+        return struct.pack("@hhqqi0q", kind, os.SEEK_SET, at, 1, 0)
+    return struct.pack("@qqihh0q", at, 1, 0, kind, os.SEEK_SET)  # macOS and the BSDs
+
+
+def _type_of(flock: bytes) -> int:
+    kind: int = struct.unpack_from("@h", flock, 0 if _LINUX else 20)[0]
+    return kind
 
 
 # -- sleeping and waking --------------------------------------------------------------------------

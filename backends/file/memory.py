@@ -43,12 +43,13 @@ TEXT_SIZE = 16 * 1024  #: bytes of a verdict
 WORD = struct.Struct("<QII")  #: round, flags, check
 _WAIT = struct.Struct("<Qd?7x")  # the fields of a WaitView
 HEAD = struct.Struct("<IIII")  #: lengths of label, payload and failure; checksum of the last two
-#: Of a word's flags. `AHEAD` is how many rounds the writer was ahead, and `DIGEST`, of a note that
-#: has only a label, a part of the label's digest: so the words of different labels differ.
-FLAG, CONTENT, SPILLED, AHEAD, DIGEST = 1, 2, 4, 0xF << 8, 0xFFFFF << 12
+#: Of a word's flags. `MARK` is the note's. `AHEAD` is how many rounds the writer was ahead, and
+#: `DIGEST`, of a note that has only a label, a part of the label's digest: so the words of
+#: different labels differ.
+MARK, CONTENT, SPILLED, AHEAD, DIGEST = 3, 4, 8, 0xF << 8, 0xFFFFF << 12
 AHEAD_SHIFT = 8
 
-BOARD_MAGIC = b"syncprims board 5"
+BOARD_MAGIC = b"syncprims board 6"
 _HEADER = struct.Struct("<32sI")  # magic, number of ranks
 HEADER_SIZE = 64
 _RECORD = struct.Struct("<II")  # length, checksum
@@ -159,7 +160,6 @@ class Cells(CellReader):
         size = CellReader(b"", count).size
         self.memory = map_file(directory, name, BOARD_MAGIC, count, size)
         super().__init__(self.memory, count)
-        self.aborts = AbortRecords(self.memory, self.intents.start, self.texts_at, count + 1)
         # Mapped by itself: arrays in it do not prevent the rest from being closed.
         with directory.opened(name, os.O_RDWR) as fd:
             small = mmap.mmap(fd, self.size - self._small_at, offset=self._small_at)
@@ -180,34 +180,6 @@ class Cells(CellReader):
         self.memory.close()
         with contextlib.suppress(BufferError):  # an array in it is still in use: its end unmaps it
             self.small_window.memory.release()
-
-
-class AbortRecords:
-    """Where each of `count` processes writes which round it wants to abort, and why."""
-
-    def __init__(self, memory: mmap.mmap, intents_at: int, texts_at: int, count: int) -> None:
-        self._memory = memory
-        self._intents_at = intents_at
-        self._texts_at = texts_at
-        self._intents = struct.Struct(f"<{count}Q")
-
-    def write_intent(self, index: int, number: int) -> None:
-        """Record that `index` wants to abort round `number`; 0 withdraws it."""
-        at = self._intents_at + 8 * index
-        self._memory[at : at + 8] = number.to_bytes(8, "little")
-
-    def read_intents(self) -> tuple[int, ...]:
-        """Return the round that each process wants to abort, or 0."""
-        return self._intents.unpack_from(self._memory, self._intents_at)
-
-    def write_text(self, index: int, text: bytes) -> None:
-        """Write the verdict of `index`, cut to the space there is."""
-        at = self._texts_at + index * TEXT_SIZE
-        write_record(self._memory, at, text[: TEXT_SIZE - RECORD_HEAD])
-
-    def read_text(self, index: int) -> bytes:
-        """Return the verdict of `index`, as :func:`await_record`."""
-        return await_record(self._memory, self._texts_at + index * TEXT_SIZE, TEXT_SIZE)
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -21,6 +21,8 @@ from syncprims.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from syncprims.interface import Settings
+
 _DIRECTORY = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_DIR = os.O_RDONLY | _DIRECTORY
 #: A directory on the way is only passed through. It need not be readable.
@@ -30,6 +32,11 @@ _CURE = "set SYNCPRIMS_DIR to a directory of your own (it is created if need be)
 _NOT_PLAIN = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP}
 _TEMPORARY = ("/tmp", "/var/tmp", "/usr/tmp")  # where Python looks
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+
+
+def base_path(settings: Settings) -> Path:
+    """Return the directory that contains those of the runs."""
+    return Path(settings.directory or default_base(settings.runtime_directory)).absolute()
 
 
 def default_base(runtime_directory: str | None) -> Path:
@@ -183,6 +190,14 @@ class PrivateDirectory:
         with os.fdopen(self.open_file(name, flags), "wb") as file:
             file.write(data)
 
+    def replace(self, name: str, data: bytes) -> None:
+        """Make `data` the content of the file `name` at once: no reader sees a part of it.
+
+        Others do not do this at the same time.
+        """
+        self.write(f"{name}.new", data)
+        os.rename(f"{name}.new", name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
     def open_pipe(self, name: str, *, create: bool = False) -> int:
         """Return a descriptor of the named pipe `name` inside, for reading and writing.
 
@@ -244,12 +259,7 @@ class PrivateDirectory:
             raise error
         if isinstance(error, FileNotFoundError):
             return self.removed(action, name)
-        cure = "free some space, or set SYNCPRIMS_DIR to a place with more"
-        if error.errno == errno.EACCES:
-            cure = f"user {os.geteuid()} may not do this: drop privileges before the first call"
-        elif error.errno in (errno.EMFILE, errno.ENFILE):
-            cure = "raise the limit (ulimit -n), or close what is not needed"
-        text = f"{error.strerror}, {action}; {cure}"
+        text = f"{error.strerror}, {action}; {cure_for(error)}"
         return OSError(error.errno, text, str(self.path / name))
 
     def removed(self, action: str, name: str = "") -> FileNotFoundError:
@@ -360,6 +370,23 @@ def _check_passage(path: Path, at: Path, found: os.stat_result, trusted: set[int
 
 
 # -- what is wrong --------------------------------------------------------------------------------
+
+
+def cure_for(error: OSError) -> str:
+    """Return what the user can do about an error of the system at a file of the ranks."""
+    if error.errno == errno.EACCES:
+        return (
+            f"user {os.geteuid()} may not do this: drop privileges before the first call, or make "
+            f"the place readable and writable for its owner"
+        )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return (
+            "raise the limit of open files (ulimit -n): a rank needs one for each other rank, and "
+            "20 more"
+        )
+    if error.errno in (*_NO_ROOM, errno.EFBIG):
+        return "free some space, or set SYNCPRIMS_DIR to a place with more"
+    return "set SYNCPRIMS_DIR to another place"
 
 
 def _not_ours(path: Path) -> ConfigurationError:

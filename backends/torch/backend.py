@@ -25,15 +25,15 @@ from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd, read_key
 from .engines import DefaultGroup, GlooEngine, NcclEngine
 from .host_state import BEATS, Heartbeat
-from .rendezvous import HostGroup, JoinWarning, Placement, Rendezvous, identify_place, unreachable
+from .rendezvous import HostGroup, JoinWarning, Placement, Rendezvous, unreachable
 from .store import (
     TRY_AGAIN,
     StoreEndpoint,
     StoreGone,
     StoreLink,
     StoreProbe,
-    agree_on_run_id,
     check_findable,
+    find_run_id,
     find_store,
 )
 
@@ -71,9 +71,7 @@ class TorchBackend(Backend):
         self._endpoint = find_store(topology, settings) if topology.world_size > 1 else None
         self._links: tuple[StoreLink, ...] = ()
         if self._endpoint is None:
-            run_id = topology.run_id
-            if topology.world_size > 1:
-                run_id = agree_on_run_id(topology, settings, identify_place(settings))
+            run_id = find_run_id(topology) if topology.world_size > 1 else topology.run_id
             ranks = list(range(topology.world_size))
             host = HostGroup("here", ranks, torch.cuda.device_count() >= topology.world_size)
             self._placement = Placement(run_id or "", [host])
@@ -206,10 +204,16 @@ class TorchBackend(Backend):
         own = self._local.open_board(local, name, f"{file}-here", slots, members)
         with self._local.locked_directory():
             board = TwoLevelBoard(members, file, own, self._connection)
-        prefix = f"{self._placement.token}/{file}/gloo"
-        index, count = board.members.index(self.topology.rank), len(members)
-        interfaces = self.settings.gloo_interfaces
-        board.engine = GlooEngine(self._connection.endpoint, prefix, index, count, interfaces)
+        placement = self._placement
+        prefix = f"{placement.token}/{file}/gloo"
+        board.engine = GlooEngine(
+            self._connection.endpoint,
+            prefix,
+            board.members.index(self.topology.rank),
+            [placement.hosts[placement.host_of[rank]].name for rank in board.members],
+            self.settings.gloo_interfaces,
+            self.settings.heartbeat,
+        )
         self._boards.append(board)
         return board
 

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import ipaddress
+import json
+import math
 import os
+import select
 import socket
 import time
 from datetime import timedelta
@@ -44,20 +48,79 @@ def _never_destroy(thing: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
+class Links:
+    """Whether other hosts answer this one.
+
+    Each host holds a port at which it does not listen. A host that can be reached refuses a
+    connection to it at once; if the network between two hosts is cut, nothing answers.
+    """
+
+    def __init__(self, store: Any, index: int, hosts: Sequence[str], address: str, limit: float):
+        """`hosts` are the names of the members' hosts; `limit` is in seconds, without an answer."""
+        self._own = socket.socket(_family(address))
+        self._own.bind((address, 0))
+        store.set(f"link/{index}", json.dumps([address, self._own.getsockname()[1]]))
+        self._name = hosts[index]
+        firsts = {host: number for number, host in reversed([*enumerate(hosts)])}
+        firsts.pop(self._name)
+        self._ports = {h: json.loads(store.get(f"link/{n}")) for h, n in firsts.items()}
+        self._limit = limit
+        self._attempts: dict[str, socket.socket] = {}
+        self._since = -math.inf
+
+    def obstacle(self) -> str | None:
+        """Return as :meth:`Engine.obstacle`; a round of attempts takes at most the limit."""
+        now = time.monotonic()
+        if not self._attempts and now > self._since + self._limit:
+            self._since = now
+            for host, (address, port) in self._ports.items():
+                attempt = self._attempts[host] = socket.socket(_family(address))
+                attempt.setblocking(False)
+                attempt.connect_ex((address, port))
+        for host, attempt in list(self._attempts.items()):
+            poll = select.poll()
+            poll.register(attempt, select.POLLOUT)
+            answered = bool(poll.poll(0))
+            error = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if answered else 0
+            if answered and error in (0, errno.ECONNREFUSED):
+                self._attempts.pop(host).close()
+            elif answered or now > self._since + self._limit:
+                return f"hosts {self._name} and {host} do not reach each other"
+        return None if self._attempts else ""
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for held in (self._own, *self._attempts.values()):
+            held.close()
+
+
 class GlooEngine(Engine):
     """Gloo among the members of one board; it connects for the first transfer."""
 
     def __init__(
-        self, endpoint: StoreEndpoint, prefix: str, index: int, count: int, interfaces: str | None
+        self,
+        endpoint: StoreEndpoint,
+        prefix: str,
+        index: int,
+        hosts: Sequence[str],
+        interfaces: str | None,
+        limit: float,
     ) -> None:
-        """`interfaces` are names, with commas between; None: the one that leads to the store."""
+        """`hosts` are the names of all members' hosts, and `index` is this member's place there.
+
+        `interfaces` are names, with commas between; None: the one that leads to the store. A host
+        that does not answer for `limit` seconds counts as cut off.
+        """
         self._endpoint = endpoint
         self._prefix = prefix
         self._index = index
-        self._count = count
+        self._hosts = hosts
         self._interfaces = interfaces
+        self._limit = limit
         self._process = os.getpid()  # only here are the group's threads
         self._group: Any = None
+        self._links: Links | None = None
+        self._begin = math.inf  # of the transfer under way
         self._pending: Any = None
         self._closed = False
 
@@ -65,45 +128,56 @@ class GlooEngine(Engine):
         """Fill `data` with the data of member number `src`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = src, 0
-        self._finish(self._connected().broadcast([_tensor(data)], options))
+        self._transfer(lambda group: group.broadcast([_tensor(data)], options))
 
     def exchange(self, mine: memoryview, theirs: memoryview) -> None:
         """All-to-all: part i of `mine` goes to member i; part i of `theirs` comes from it."""
         options = dist.AllToAllOptions()
         theirs_, mine_ = _tensor(theirs), _tensor(mine)
-        self._finish(self._connected().alltoall_base(theirs_, mine_, [], [], options))
+        self._transfer(lambda group: group.alltoall_base(theirs_, mine_, [], [], options))
 
     def gather(self, mine: memoryview, all_: memoryview) -> None:
         """All-gather: part i of `all_` is `mine` of member i."""
-        parts = list(_tensor(all_).chunk(self._count))
-        self._finish(self._connected().allgather(parts, _tensor(mine)))
+        parts = list(_tensor(all_).chunk(len(self._hosts)))
+        self._transfer(lambda group: group.allgather(parts, _tensor(mine)))
+
+    def obstacle(self) -> str | None:
+        """Return which hosts do not reach each other, once a transfer takes suspiciously long."""
+        if self._links is None or time.monotonic() < self._begin + self._limit / 2:
+            return ""
+        return self._links.obstacle()
 
     def close(self) -> None:
         """End a pending transfer, and release the group."""
         self._closed = True
+        if self._links is not None:
+            self._links.close()
         group, self._group = self._group, None
         # To destroy it would wait for a peer that may be gone, or a forked child for its threads.
         if group is not None and (self._pending is not None or os.getpid() != self._process):
             _never_destroy(group)
 
-    def _finish(self, work: Any) -> None:
-        # Not `work.wait()`: a thread that is in there when Python ends aborts the process.
-        self._pending = work
-        pause = _FIRST_PAUSE
-        while not work.is_completed():
-            if self._closed:
-                raise RuntimeError("the transfer was given up")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        self._pending = None
-        work.wait()
-
-    def _connected(self) -> Any:
+    def _transfer(self, start: Callable[[Any], Any]) -> None:
+        """Return once the work is done that ``start(group)`` returns."""
         if self._closed:
             raise RuntimeError("this engine is closed")
-        if self._group is None:
-            self._group = self._connect()
-        return self._group
+        self._begin = time.monotonic()
+        try:
+            if self._group is None:
+                self._group = self._connect()
+            # Not `work.wait()`: a thread that is in there when Python ends aborts the process.
+            work = self._pending = start(self._group)
+            pause = _FIRST_PAUSE
+            while not work.is_completed():
+                if self._closed:
+                    raise RuntimeError("the transfer was given up")
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            self._pending = None
+            work.wait()
+        except BaseException:
+            self._begin = -math.inf  # time to look for an obstacle
+            raise
 
     def _connect(self) -> Any:
         """Return a Gloo group on the named interfaces, or on the one that leads to the store.
@@ -112,20 +186,17 @@ class GlooEngine(Engine):
         """
         store = dist.PrefixStore(self._prefix, self._endpoint.connect())
         make: Any = dist.ProcessGroupGloo
-        try:
-            options = make._Options()
-            if self._interfaces:
-                names = self._interfaces.split(",")
-                options._devices = [make.create_device(interface=name) for name in names]
-            else:
-                address = _own_address(self._endpoint.host)
-                options._devices = [make.create_device(hostname=address)]
-            options._timeout = _CONNECT
-        except AttributeError:  # a version with another interface
-            return make(store, self._index, self._count, _CONNECT)
-        group = make(store, self._index, self._count, options)
-        with contextlib.suppress(AttributeError):
-            group._set_default_timeout(_LONG)
+        options = make._Options()
+        address = _own_address(self._endpoint.host)
+        if self._interfaces:
+            names = self._interfaces.split(",")
+            options._devices = [make.create_device(interface=name) for name in names]
+        else:
+            options._devices = [make.create_device(hostname=address)]
+        options._timeout = _CONNECT
+        self._links = Links(store, self._index, self._hosts, address, self._limit)
+        group = make(store, self._index, len(self._hosts), options)
+        group._set_default_timeout(_LONG)
         return group
 
 
@@ -144,6 +215,10 @@ def _address_towards(host: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _is_loopback(host: str) -> bool:

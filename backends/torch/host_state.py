@@ -19,7 +19,6 @@ from ..file.memory import (
     HEADER_SIZE,
     RECORD_HEAD,
     TEXT_SIZE,
-    AbortRecords,
     map_file,
     read_record,
     write_record,
@@ -66,7 +65,10 @@ class HostState:
         #: Breaks the board for this host, which is cut off from the store, unless it already knows
         #: the decision about the round: so either all its ranks raise, or none does.
         self.cut = Aborts(
-            AbortRecords(self._memory, intents_at, texts_at, count),
+            self._memory,
+            intents_at,
+            texts_at,
+            count,
             liveness.claims,
             f"{name}-cut",
             index,

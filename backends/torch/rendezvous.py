@@ -29,8 +29,8 @@ import torch
 from syncprims import errors
 from syncprims.errors import BackendUnavailable, ConfigurationError, PeerLost, SyncTimeout
 
-from ..file.backend import base_path, find_early_ends
-from ..file.private_dir import PrivateDirectory
+from ..file.backend import find_early_ends
+from ..file.private_dir import PrivateDirectory, base_path
 from .decisions import read_key
 from .store import TRY_AGAIN, StoreGone
 

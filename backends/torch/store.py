@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 import torch.distributed
 
-from syncprims.errors import BackendUnavailable, ConfigurationError, SyncTimeout
+from syncprims.errors import BackendUnavailable, ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -334,46 +334,24 @@ def find_store(topology: Topology, settings: Settings) -> StoreEndpoint | None:
     return endpoint
 
 
-def agree_on_run_id(topology: Topology, settings: Settings, host: str) -> str | None:
+def find_run_id(topology: Topology) -> str | None:
     """Return what identifies a run on one host that has no :func:`find_store`.
 
-    If no launcher says it, the ranks agree through the store of the default group. `host` is what
-    ranks that share a host have in common.
+    If no launcher says it, the ranks agree through the store of the default group.
 
-    :raises ConfigurationError: if they share none, or their store is one that only torch can use.
-    :raises SyncTimeout: naming the ranks that did not come.
+    :raises ConfigurationError: if that is one that only torch can use.
     """
     launched = topology.launcher != "torch.distributed" and topology.num_nodes == 1
     if not dist.is_initialized() or (launched and topology.run_id is not None):
         return topology.run_id
     store, inner = _get_default_store()
-    cure = "initialize it with env:// or tcp://, or start the ranks with torchrun"
     if not isinstance(inner, dist.FileStore):
         raise ConfigurationError(
             f"torch.distributed was initialized with a {type(inner).__name__}, and only a TCPStore "
-            f"or a FileStore can be shared: {cure}"
+            f"or a FileStore can be shared: initialize it with env:// or tcp://, or start the "
+            f"ranks with torchrun"
         )
-    run_id = _name_run(store)
-    keys = [f"syncprims/{run_id}/{rank}" for rank in range(topology.world_size)]
-    store.set(keys[topology.rank], host)
-    deadline = time.monotonic() + settings.join_timeout
-    while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
-        if time.monotonic() > deadline:
-            raise SyncTimeout(
-                f"init timed out after {settings.join_timeout:g} s: ranks {missing} did not come. "
-                f"This rank waits at the FileStore of torch.distributed",
-                rank=topology.rank,
-                call="init",
-                missing=missing,
-                waited=settings.join_timeout,
-            )
-        time.sleep(TRY_AGAIN)
-    if len({store.get(key) for key in keys}) > 1:
-        raise ConfigurationError(
-            f"torch.distributed was initialized with a FileStore, and its ranks are on several "
-            f"hosts: {cure}"
-        )
-    return run_id
+    return _name_run(store)
 
 
 def _get_default_store() -> tuple[Any, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from syncprims.errors import install
+
 from .collectives import is_local_main, is_main
 
 if TYPE_CHECKING:
@@ -46,9 +48,7 @@ def progress(iterable: Any = None, *, local: bool = False, **options: Any) -> tq
     try:
         from tqdm.auto import tqdm as bar
     except ImportError as error:
-        raise ImportError(
-            "progress() shows tqdm's bar: pip install 'syncprims[progress]'"
-        ) from error
+        raise ImportError(f"progress() shows tqdm's bar: {install('progress')}") from error
     if not (is_local_main() if local else is_main()):
         options["disable"] = True
     elif not _is_terminal(options.get("file") or sys.stderr):

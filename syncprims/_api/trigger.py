@@ -13,7 +13,7 @@ from syncprims._protocol.validation import require, whole_number
 from syncprims._world.group import rounds_of
 from syncprims._world.runtime import announce_activity, get_active_group, get_extras
 from syncprims.errors import signal_name
-from syncprims.interface import Note
+from syncprims.interface import Mark, Note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,11 +28,15 @@ _ONE_SIGNAL = 2.0  # seconds within which signals are one
 class Trigger:
     """A flag that any rank may set, and that all ranks see set at the same :meth:`check`.
 
+    From then on it stays set, as a `threading.Event`, until :meth:`clear`.
+
     With ``lag=1`` a check answers for the previous one. It then waits only while another rank is
     more than one check behind, and all ranks still agree.
 
     :raises ValueError: if `lag` is neither 0 nor 1.
     """
+
+    _stays = True  # set, after a true check
 
     def __init__(self, name: str | None = None, *, lag: int = 0) -> None:
         if lag not in (0, 1):
@@ -42,7 +46,8 @@ class Trigger:
         # Set or not, and why. A dict, since one operation on it is atomic, also for a signal.
         self._set: dict[str, tuple[str | None]] = {}
         self._before: tuple[Group, PendingRound] | None = None
-        self._members: Sequence[int] = ()  # of the group that is checked
+        self._group: Group | None = None  # that is checked
+        self._set_in: Group | None = None  # whose members all know that it is set
         self.ranks: list[int] = []  #: after a true check: which ranks had set it
         self.reason: str | None = None  #: after a true check: the lowest setter's reason
 
@@ -62,24 +67,30 @@ class Trigger:
             announce_activity(self, f"{name} is set{cause}, and no check has seen it yet")
 
     def check(self) -> bool:
-        """Return on every rank whether any rank had set the flag, and reset it.
+        """Return on every rank whether any rank had set the flag.
 
         A collective call of the current group, at the price of a barrier; it waits for at most the
-        world's default timeout. With ``lag=1`` the first check is False. On a rank where it raises,
-        the flag stays set.
+        world's default timeout. After a true check, it returns True without a round until
+        :meth:`clear`. With ``lag=1`` the first check is False. On a rank where it raises, the flag
+        stays set.
 
         :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`syncprims.barrier`.
         """
         group = get_active_group()
+        if self._set_in is group:
+            return True
         rounds = rounds_of(group)
-        # Reset before waiting: a signal that arrives meanwhile counts for the next check.
-        why = self._set.pop("reason", None)
+        why = None
         try:
             note = rounds.note("trigger", self._name)
+            # In two steps: an exception of a signal handler between them finds the flag in `why`.
+            why = self._set.get("reason")
             if why is not None:
+                # Reset before waiting: a signal that arrives meanwhile counts for the next check.
+                del self._set["reason"]
                 announce_activity(self, None)
-                note = Note(note.label, True, codec.encode(why[0]))
-            self._members = group.ranks
+                note = Note(note.label, Mark.YES, codec.encode(why[0]))
+            self._group = group
             if not self._lag:
                 return rounds.meet(note, group._timeout, self._read)
             # The check before may be of another group or world: then this is the first one here.
@@ -100,11 +111,28 @@ class Trigger:
     def _read(self, notes: Sequence[Note]) -> bool:
         """Return whether a rank had set the flag, and keep which ranks had."""
         for lowest in notes:
-            if lowest.flag:
-                self.ranks = [r for r, n in zip(self._members, notes, strict=True) if n.flag]
+            if lowest.mark:
+                assert self._group is not None
+                members = self._group.ranks
+                self.ranks = [rank for rank, n in zip(members, notes, strict=True) if n.mark]
                 self.reason = codec.decode(lowest.payload)
+                # Before anything can interrupt the check: the other ranks check no more.
+                self._set_in = self._group if self._stays else None
                 return True
         return False
+
+    def clear(self) -> None:
+        """Lower the flag, and forget what was set before; call it on every rank, at the same step.
+
+        It waits for no rank.
+        """
+        self._set_in = self._before = self.reason = None
+        self.ranks = []
+        self._set.clear()
+        announce_activity(self, None)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a Trigger is no bool: call its check(), on every rank")
 
     def set_on_signal(self, signum: int | None = None) -> None:
         """Make `signum` (by default SIGTERM) set the flag instead of ending this process.
@@ -116,10 +144,11 @@ class Trigger:
         after `KillWait` (30 s), Open MPI a second after it.
 
         :raises TypeError: if `signum` is not a number, such as `signal.SIGUSR1`.
-        :raises ValueError: if there is no such signal or no program can catch it, and outside the
-            main thread, as :func:`signal.signal`.
+        :raises ValueError: if there is no such signal or no program can catch it.
+        :raises RuntimeError: outside the main thread, where Python handles no signals.
         """
         import signal  # slow to import
+        import threading
 
         if signum is None:
             signum = signal.SIGTERM
@@ -128,6 +157,12 @@ class Trigger:
             raise ValueError(
                 f"signum={signum}: no program can catch such a signal; "
                 f"take another, as signal.SIGUSR1"
+            )
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "set_on_signal() works in the main thread only, as Python handles signals there. "
+                "Call it before this thread starts; or have the program that owns the main thread "
+                "(as Ray's worker) call set() when it is about to stop"
             )
         previous: Any = signal.getsignal(signum)
         first: list[float] = []  # when the first one came
@@ -151,8 +186,14 @@ class Trigger:
         atexit.register(on_exit)
 
 
+class SelfClearingTrigger(Trigger):
+    """A trigger that a true check clears, as Accelerate's."""
+
+    _stays = False
+
+
 def _get_default() -> Trigger:
-    trigger: Trigger = get_extras().setdefault("trigger", Trigger())
+    trigger: Trigger = get_extras().setdefault("trigger", SelfClearingTrigger())
     return trigger
 
 

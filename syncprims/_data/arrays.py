@@ -283,13 +283,6 @@ def on_host(obj: Any) -> Any:
 # -- arrays that are written to ------------------------------------------------------------------
 
 
-def fits(out: Any, spec: Spec) -> bool:
-    """Return whether the bytes of such an array can be written into `out` as they are."""
-    found = spec_of(out)
-    same = found is not None and found[:3] == spec[:3] and found.device == spec.device
-    return same and is_fillable(out)
-
-
 def is_fillable(out: Any) -> bool:
     """Return whether writing to what :func:`flat` returns writes to this array."""
     if is_array(out):

@@ -10,9 +10,11 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from syncprims._protocol.threads import is_from_signal_handler
 from syncprims.errors import EncodingError
 
 from .arrays import Spec, flat, on_host, own_device, raw, spec_of
+from .limits import LARGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,12 +22,11 @@ if TYPE_CHECKING:
 _LENGTH = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
-_LARGE_HEADER = struct.Struct("<cQ?")
 _DEEPEST = 200  # nested deeper, or in a cycle: left to pickle
 _MOST_REPEATS = 10_000
 _PICKLES = b"K"  # the first byte of an encoding with a pickle in it
+_SIZE = b"W"  # the tag of a size in place of an encoding
 _OUT_OF_BAND = b"A"  # the tag of an array that travels by itself
-LARGE = 1536  #: bytes from which on an array may travel so: about what a small note holds
 
 _CONTAINERS: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"e", frozenset: b"z", dict: b"d"}
 _PATHS = {"PosixPath": b"p", "PurePosixPath": b"q"}
@@ -59,11 +60,6 @@ def encode(
     return _PICKLES + data if encoder.pickles else data
 
 
-def is_one_array(data: bytes) -> bool:
-    """Return whether :func:`encode` wrote these bytes for an array that travels out of band."""
-    return data[:1] == _OUT_OF_BAND
-
-
 def holds_pickle(data: bytes) -> bool:
     """Return whether :func:`encode` wrote these bytes with a pickle in them.
 
@@ -72,20 +68,17 @@ def holds_pickle(data: bytes) -> bool:
     return data[:1] == _PICKLES
 
 
-class LargeHeader(NamedTuple):
-    """What is sent in place of an encoding that itself travels as an array of bytes."""
+def encode_size(size: int) -> bytes:
+    """Return what is sent in place of an encoding of this size, which follows as an array of bytes.
 
-    size: int  #: of the encoding
-    has_arrays: bool  #: arrays of the object follow, out of band
+    No encoded object begins with the same tag.
+    """
+    return _SIZE + _LENGTH.pack(size)
 
-    def encode(self) -> bytes:
-        """Return it as bytes; no encoded object begins with the same tag."""
-        return _LARGE_HEADER.pack(b"W", *self)
 
-    @classmethod
-    def decode(cls, data: bytes) -> LargeHeader | None:
-        """Return what :meth:`encode` wrote; None for an encoded object."""
-        return cls(*_LARGE_HEADER.unpack(data)[1:]) if data[:1] == b"W" else None
+def decode_size(data: bytes) -> int | None:
+    """Return the size that :func:`encode_size` wrote; None for an encoded object."""
+    return int(_LENGTH.unpack(data[1:])[0]) if data[:1] == _SIZE else None
 
 
 class _NeedsPickle(Exception):
@@ -226,6 +219,8 @@ def _pickled(obj: object, allow_pickle: bool) -> bytes:
     try:
         return _sized(b"P", pickling.dumps(obj))
     except Exception as error:  # pickle calls the object's own methods: they may raise anything
+        if is_from_signal_handler(error):
+            raise
         raise _Refused from error
 
 
@@ -343,6 +338,8 @@ class _Decoder(NamedTuple):
         try:
             return pickling.loads(body, self.local_rank)
         except Exception as error:  # the object's own code runs here: it may raise anything
+            if is_from_signal_handler(error):
+                raise
             raise EncodingError(
                 f"an object arrived that cannot be made here: {type(error).__name__}: {error}"
             ) from error

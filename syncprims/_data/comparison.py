@@ -13,13 +13,15 @@ import sys
 from collections.abc import Mapping
 from enum import Enum
 from hashlib import blake2b
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from syncprims._protocol.rounds import RoundSequence
+from syncprims._protocol.threads import is_from_signal_handler
 from syncprims.errors import RankMismatch
-from syncprims.interface import Note
+from syncprims.interface import Mark, Note
 
-from . import codec, objects
+from . import codec, values
 from .arrays import flat, is_list_or_tuple, is_tensor, on_host, raw, spec_of
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def assert_same(
     try:
         mine = _Digest.of(value, allow_pickle=rounds.settings.pickle)
     except BaseException as error:  # an object's own code runs here: it may raise anything
-        objects.name_call(rounds, label, error)
+        values.name_call(rounds, label, error)
         rounds.fail(label, error)
         raise
     RoundSequence.run(
@@ -60,12 +62,13 @@ def _compare(sequence: RoundSequence, value: object, name: str, mine: _Digest) -
     if all(other == posted for other in seen):
         return
     text = sequence.attempt(lambda: _shorten(value))
-    shown = objects.gather_within(sequence, (text, mine.objects))
+    shown = values.gather_within(sequence, (text, mine.objects))
     equal = all(other[:_DIGEST_SIZE] == mine.fixed for other in seen) and sequence.attempt(
         lambda: _all_equal([found for _, found in shown])
     )
     # Ranks may differ in whether an object equals its copy: one "no" counts for all.
-    if all(note.flag for note in sequence.meet(Note(label, equal))):
+    answer = Note(label, Mark.YES if equal else Mark.NONE)
+    if all(note.mark == Mark.YES for note in sequence.meet(answer)):
         return
     lines = "\n".join(
         f"  rank {rank}: {text}  (digest {_hash(other).hex()[:8]})"
@@ -94,6 +97,8 @@ def _shorten(value: object) -> str:
     try:
         text = " ".join(repr(value).split())
     except Exception as broken:  # the object's own code: the others wait for what it is
+        if is_from_signal_handler(broken):
+            raise
         text = f"<no text: its __repr__ raised {type(broken).__name__}>"
     return text if len(text) <= 160 else f"{text[:120]} ... {text[-30:]}"
 
@@ -140,6 +145,8 @@ def _check_comparable(value: Any, copy: Any) -> None:
         if value == copy:
             return
     except (TypeError, ValueError, RuntimeError) as error:  # as arrays and tensors in it raise
+        if is_from_signal_handler(error):
+            raise
         why = error
     kind = type(cast("object", value))
     raise TypeError(
@@ -193,10 +200,13 @@ class _Walk:
         """Return the digests or bytes that make up `value`; None for an object."""
         if is_list_or_tuple(value):
             return map(self.digest, value)
-        if issubclass(type(cast("object", value)), Mapping):
-            return self._parts_of_mapping(value)
-        if type(value) in (set, frozenset):
-            return self._digest_in_order(value)
+        is_mapping = issubclass(type(cast("object", value)), Mapping)
+        if is_mapping or type(value) in (set, frozenset):
+            items = value.items() if is_mapping else [(key, b"") for key in value]
+            pairs = self._digest_keys(items)
+            if pairs is None:
+                return None
+            return [part for key, item in pairs for part in (key, self.digest(item))]
         if is_tensor(value):
             return _parts_of_tensor(value)
         if isinstance(value, Enum):
@@ -210,25 +220,17 @@ class _Walk:
             return self._parts_of_array(numpy.asarray(value))
         return None
 
-    def _parts_of_mapping(self, value: Mapping[Any, Any]) -> list[bytes] | None:
-        before = len(self._objects)
-        items = sorted(
-            ((self.digest(key), item) for key, item in value.items()), key=lambda pair: pair[0]
-        )
-        if self._has_collected(before):
-            return None
-        return [part for key, item in items for part in (key, self.digest(item))]
+    def _digest_keys(self, items: Iterable[tuple[Any, Any]]) -> list[tuple[bytes, Any]] | None:
+        """Return the items with the digests of their keys, in the order of these.
 
-    def _digest_in_order(self, value: Iterable[Any]) -> list[bytes] | None:
+        None if an object is among the keys: then the container is an object.
+        """
         before = len(self._objects)
-        found = sorted(map(self.digest, value))
-        return None if self._has_collected(before) else found
-
-    def _has_collected(self, before: int) -> bool:
-        """Return whether there are new objects: keys, so that the whole container is an object."""
-        new = len(self._objects) > before
+        pairs = sorted(((self.digest(key), item) for key, item in items), key=itemgetter(0))
+        if len(self._objects) == before:
+            return pairs
         del self._objects[before:]
-        return new
+        return None
 
     def _parts_of_array(self, value: Any) -> list[bytes | memoryview]:
         head = f"{value.dtype};{value.shape}".encode()

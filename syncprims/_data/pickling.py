@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import io
 import pickle
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
+
+from syncprims._protocol.threads import is_from_signal_handler
 
 from .arrays import has_devices, is_dict, is_list_or_tuple, is_on_device, own_device
 
@@ -82,6 +85,8 @@ def error_of(obj: object) -> Exception | None:
     try:
         dumps(obj)
     except Exception as error:  # pickle calls the object's own methods: they may raise anything
+        if is_from_signal_handler(error):
+            raise
         return error
     return None
 
@@ -106,19 +111,8 @@ def items(obj: Any, where: str) -> Iterator[tuple[str, object]]:
 
 
 def parts(obj: Any, where: str) -> Iterator[tuple[str, object]]:
-    """Return what pickle would write for `obj`: items, attributes, arguments of its constructor."""
+    """Return the items and attributes of an object, and where they are."""
     yield from items(obj, where)
-    try:
-        reduced: Any = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    except Exception:  # the object itself refuses
-        return
-    if isinstance(reduced, str):
-        return  # the name of a global
-    state: Any = reduced[2] if len(reduced) > 2 else None
-    for attributes in state if is_list_or_tuple(state) else (state,):  # those in slots are apart
-        if is_dict(attributes):
-            for name, value in attributes.items():
-                yield f"{where}.{name}", value
-    for argument in reduced[1]:
-        if not isinstance(argument, type):  # its own class says nothing
-            yield f"an argument of {where}", argument
+    if not isinstance(obj, type | ModuleType):
+        for name, value in getattr(obj, "__dict__", {}).items():
+            yield f"{where}.{name}", value

@@ -1,8 +1,9 @@
 """The data plane of one board: where values pass through, and what is prepared for them.
 
-A value with a :class:`~syncprims._data.layouts.Layout` takes one round: each rank writes its slot,
-posts a note that says what is in it, and reads all slots once all notes are there. The slots are in
-memory that the members share, or, where they share none, in the notes.
+A value with a :mod:`layout <syncprims._data.layouts>` takes one round if its slots fit into memory
+that the members share: each rank writes its slot, posts a note that says what is in it, and reads
+all slots once all notes are there. A larger array goes through the transport of the board. All
+other values are encoded, and travel in the notes.
 
 What is posted with round k lies in half k % 2 of that memory. A rank writes there when it has
 collected round k - 1: so all have posted that, and have read what came with round k - 2.
@@ -12,13 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import codec
-from .layouts import Layout, key_of, make_layout, read_layout
-from .shared_memory import SharedMemoryTransport
-from .transport import DeviceTransport, EngineTransport, Transport
+from . import limits
+from .arrays import LINE
+from .layouts import ArrayLayout, Layout, key_of, make_layout, read_layout
+from .transport import EngineTransport, SharedMemoryTransport, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable
 
     from syncprims._protocol.rounds import Rounds
     from syncprims.interface import Note, Window
@@ -26,12 +27,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MOST_KNOWN = 4096  # layouts, and prepared calls
-#: Bytes in all slots up to which one round is faster than dividing the work of a reduction: with up
-#: to so many members, and with more. Each member then reads all slots.
-_FEW_MEMBERS, _ONE_ROUND, _ONE_ROUND_OF_MANY = 4, 2 << 20, 1 << 20
-#: Bytes up to which a broadcast is one piece: to read it while it is written saves less time than
-#: more rounds cost.
-_ONE_PIECE = 1 << 20
 
 
 class DataPlane:
@@ -42,9 +37,9 @@ class DataPlane:
         self.board = board = rounds.board
         self.count = len(board.members)
         self.index = board.members.index(rounds.rank)  #: of this rank among the members
-        self._small = board.small_window
-        #: Bytes of one member's part of the small window, for one round.
-        self.small_slot = len(self._small.memory) // 2 // self.count if self._small else 0
+        self.small_window = board.small_window
+        small = 0 if self.small_window is None else len(self.small_window.memory)
+        self._small_slot = small // 2 // self.count // LINE * LINE
         self._window: Window | None = None
         self._transport: Transport | None = None
         self._layouts: dict[Hashable, Layout] = {}
@@ -70,52 +65,61 @@ class DataPlane:
 
     # -- how arrays travel ---------------------------------------------------------------------
 
-    def window(self) -> Window | None:
-        """Return the window of the board, if it has one.
-
-        :raises OSError: if there is no space for it.
-        """
-        if self._window is None:
-            self._window = self.board.window()
-        return self._window
-
     def transport(self) -> Transport | None:
         """Return what carries arrays between all members; all have one, or none has.
 
         :raises OSError: if there is no space for a window.
         """
         if self._transport is None:
-            host: Transport | None = None
-            if (window := self.window()) is not None:
-                host = SharedMemoryTransport(window)
-            elif self.board.engine is not None:
-                host = EngineTransport(self.board.engine)
-            self._transport = host and DeviceTransport(host, self.board.device_engine)
+            self._window, engine = self.board.window(), self.board.engine
+            if self._window is not None:
+                self._transport = SharedMemoryTransport(self._window, self.board.device_engine)
+            elif engine is not None:
+                self._transport = EngineTransport(engine, self.board.device_engine)
         return self._transport
 
-    def place(self, layout: Layout) -> Window | None:
-        """Return where the slots of a layout are; None if notes carry them.
+    def needed_transport(self) -> Transport:
+        """Return what carries arrays, where another member has one.
+
+        :raises OSError: if there is no space for a window.
+        """
+        transport = self.transport()
+        assert transport is not None, "all members have one, or none has"
+        return transport
+
+    def window_of(self, layout: Layout) -> Window | None:
+        """Return the memory in which there are slots for this layout; None if there are none.
 
         :raises OSError: if there is no space for it.
         """
-        if not layout.is_placed:
-            layout.window = window = self._small
-            if layout.stride > self.small_slot:
-                layout.window = window = self.window()
-                if window is not None:
-                    most = _ONE_ROUND if self.count <= _FEW_MEMBERS else _ONE_ROUND_OF_MANY
-                    most = min(most, len(window.memory) // 2)
-                    layout.one_round = self.count * layout.stride <= most
-            layout.half = 0 if window is None else len(window.memory) // 2
-            layout.is_placed = True
-        return layout.window
+        if self.is_small(layout):
+            return self.small_window
+        self.transport()
+        return self._window
+
+    def half(self, window: Window) -> int:
+        """Return the bytes of a window that are for one round."""
+        return len(window.memory) // 2 // LINE * LINE
+
+    def is_small(self, layout: Layout) -> bool:
+        """Return whether each member has a slot for this layout in the small window."""
+        return layout.stride <= self._small_slot
+
+    def takes_one_round(self, layout: Layout) -> bool:
+        """Return whether it is best, and possible, that all members read all slots."""
+        window = self.window_of(layout)
+        if window is None or self.is_small(layout):
+            return window is not None
+        few = self.count <= limits.FEW_MEMBERS
+        most = limits.ONE_ROUND if few else limits.ONE_ROUND_OF_MANY
+        return self.count * layout.stride <= min(most, self.half(window))
 
     def reaches_all(self, layout: Layout) -> bool:
         """Return whether a slot of this layout is in memory that all members are known to have."""
-        window = self.place(layout)
-        if window is None or window is self._small:
+        if self.is_small(layout):
             return True
-        return self.window_is_shared and layout.stride <= min(_ONE_PIECE, layout.half)
+        window = self._window if self.window_is_shared else None
+        return window is not None and layout.stride <= min(limits.ONE_PIECE, self.half(window))
 
     # -- what values are -----------------------------------------------------------------------
 
@@ -135,59 +139,26 @@ class DataPlane:
 
     def _add_layout(self, key: Hashable, value: Any) -> Layout | None:
         made = make_layout(value, self.count)
-        if made is None or (made.stride >= codec.LARGE and self.board.engine is not None):
+        if made is None or not (self.is_small(made) or self._is_carried(made)):
             return None  # and forget the key: it may hold objects of the user
-        if len(self._layouts) > _MOST_KNOWN:
-            self._layouts.clear()
-        found = self._layouts[key] = self.described(made.data)
-        return found
+        layout = self._layouts[key] = self.described(made.data)
+        return layout
+
+    def _is_carried(self, layout: Layout) -> bool:
+        is_large = isinstance(layout, ArrayLayout) and layout.spec.nbytes >= limits.LARGE
+        return is_large and self.transport() is not None
 
     def described(self, data: bytes) -> Layout:
         """Return the layout that a member's label describes."""
-        found = self._described.get(data)
-        if found is None:
+        layout = self._described.get(data)
+        if layout is None:
             if len(self._described) > _MOST_KNOWN:
                 self._described.clear()
-            found = self._described[data] = read_layout(data, self.count)
-        return found
-
-    def layouts_of(self, notes: Sequence[Note]) -> list[Layout | None]:
-        """Return the layouts of the values that came with these notes; None for those without."""
-        return [self.described(note.label.data) if note.label.data else None for note in notes]
-
-    def encodings(self, number: int, notes: Sequence[Note]) -> list[bytes]:
-        """Return the encodings of the values that came with the notes of round `number`.
-
-        A large array is represented by its spec, and so is a value of which no slot can be read:
-        where the slots of the members differ in size, they overlap.
-        """
-        layouts = self.layouts_of(notes)
-        overlap = len({layout.stride for layout in layouts if layout is not None}) > 1
-        found: list[bytes] = []
-        for index, (note, layout) in enumerate(zip(notes, layouts, strict=True)):
-            if layout is None:
-                found.append(note.payload)
-            elif overlap or layout.is_large:
-                found.append(layout.data)
-            elif (window := self.place(layout)) is None:
-                found.append(codec.encode(layout.read(bytearray(note.payload), 0, 0)))
-            else:
-                window.fence()
-                at = layout.half * (number & 1)
-                found.append(codec.encode(layout.read(window.memory, at, index)))
-        return found
-
-    def small_encodings(self, number: int, notes: Sequence[Note]) -> list[bytes]:
-        """Return the encodings of the values in the small slots, or in the notes, of a round."""
-        found: list[bytes] = []
-        for index, (note, layout) in enumerate(zip(notes, self.layouts_of(notes), strict=True)):
-            if layout is None or self._small is None:
-                found.append(note.payload)
-                continue
-            self._small.fence()
-            begin = len(self._small.memory) // 2 * (number & 1) + index * self.small_slot
-            found.append(codec.encode(layout.read(self._small.memory, begin, 0)))
-        return found
+                self._layouts.clear()
+            layout = self._described[data] = read_layout(data, self.count)
+            if self.is_small(layout):  # then each member's slot has one place, whatever is in it
+                layout.spread(self._small_slot)
+        return layout
 
     def keep(self, key: Hashable, call: T) -> T:
         """Return `call`, which is kept for later calls."""

@@ -10,8 +10,6 @@ import functools
 import itertools
 import math
 import sys
-from contextvars import Context
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from syncprims.errors import RankMismatch
@@ -23,12 +21,10 @@ from .arrays import (
     is_array,
     is_computable,
     is_dict,
-    is_fillable,
     is_list_or_tuple,
     is_number,
     is_scalar,
     is_tensor,
-    spec_of,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +102,7 @@ def _check_array(array: Any, op: str, where: str) -> None:
     if masked or kind in "SUV":
         what = "masks some of its items" if masked else f"holds {array.dtype}"
         raise TypeError(f"{where} is an array that {what}; all_reduce takes arrays of numbers")
-    if op not in _OF_TIMES.get(kind, OPS):
+    if op not in _OF_TIMES.get(kind, (op,)):
         raise TypeError(f"{where} is an array of {array.dtype}, which op={op!r} cannot reduce")
 
 
@@ -200,7 +196,7 @@ def describe(value: Any) -> str:
 
 def _reduce_numbers(values: Sequence[Any], op: str) -> Any:
     if all(is_scalar(value) and value.dtype == values[0].dtype for value in values):
-        return _reduce_scalars(values, op)
+        return reduce_scalars(values, op)
     return reduce_numbers([value.item() if is_scalar(value) else value for value in values], op)
 
 
@@ -216,18 +212,12 @@ def reduce_numbers(numbers: Sequence[Any], op: str) -> Any:
     return total / len(numbers) if op == "mean" else total
 
 
-def reduce_kind(kind: Any, numbers: Sequence[Any], op: str) -> Any:
-    """Return the reduction of numbers of one kind, one per rank, which may be of numpy."""
-    if kind.__module__ != "numpy":
-        return reduce_numbers(numbers, op)
-    return _reduce_scalars([kind(number) for number in numbers], op)
-
-
-def _reduce_scalars(values: Sequence[Any], op: str) -> Any:
+def reduce_scalars(values: Sequence[Any], op: str) -> Any:
+    """Return the reduction of numpy's numbers of one kind, one per rank."""
     import numpy
 
     if values[0].dtype.kind in "iu" and op in ("sum", "prod"):
-        exact = _reduce_numbers([int(value) for value in values], op)
+        exact = reduce_numbers([int(value) for value in values], op)
         bounds = numpy.iinfo(values[0].dtype)
         return values[0].dtype.type(exact) if bounds.min <= exact <= bounds.max else exact
     arrays = [numpy.asarray(value) for value in values]
@@ -238,30 +228,22 @@ def _reduce_scalars(values: Sequence[Any], op: str) -> Any:
 
 def empty_result(value: Any, op: str) -> Any:
     """Return an array like `value` for the result of `op`, its contents not set."""
-    return empty_array(value, value.shape, result_dtype(value, op))
+    return empty_array(value, value.shape, result_dtype(value.dtype, op))
 
 
-def result_dtype(value: Any, op: str) -> Any:
-    """Return the dtype of the reduction of arrays like `value`."""
-    library: Any = sys.modules["numpy" if is_array(value) else "torch"]
-    result = value.dtype
-    if is_array(value):
-        is_whole, is_bool = result.kind in "biu", result.kind == "b"
-    else:
-        is_whole = not (result.is_floating_point or result.is_complex)
-        is_bool = result is library.bool
-    if op == "mean" and is_whole:
+@functools.cache
+def result_dtype(dtype: Any, op: str) -> Any:
+    """Return the dtype of the reduction of arrays of `dtype`."""
+    kind = getattr(dtype, "kind", None)  # None: of torch
+    library: Any = sys.modules["torch" if kind is None else "numpy"]
+    is_bool = dtype is library.bool if kind is None else kind == "b"
+    is_float = dtype.is_floating_point or dtype.is_complex if kind is None else kind not in "biu"
+    result = dtype
+    if op == "mean" and not is_float:
         result = library.float64
     elif op in ("sum", "prod") and is_bool:
         result = library.int64  # a count, not an OR
-    return library.dtype(result) if is_array(value) else result
-
-
-def fits_result(out: Any, value: Any, op: str) -> bool:
-    """Return whether the result of `op` on arrays like `value` can be written into `out`."""
-    if spec_of(out) is None or is_array(out) != is_array(value) or not is_fillable(out):
-        return False
-    return bool(out.dtype == result_dtype(value, op) and out.shape == value.shape)
+    return result if kind is None else library.dtype(result)
 
 
 def detached(value: Any) -> Any:
@@ -294,49 +276,16 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
         array_combiner(op, out.dtype, parts[0].dtype)(parts, out)
 
 
-def array_combiner(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any], object]:
+@functools.cache
+def array_combiner(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any], None]:
     """Return :func:`combine` for numpy arrays of dtype `of`, and a result of `dtype`.
 
-    It has no numpy warnings: as everywhere, an overflow is an infinity. It must not be called by
-    two threads at a time.
+    It has no numpy warnings: as everywhere, an overflow is an infinity.
     """
-    fill = _array_filler(op, dtype, of)
-    if dtype.kind not in "fc":
-        return fill
-    context = _context_without_warnings()
-    if context is None:
-        return partial(_without_warnings, fill)
-    run: Any = context.copy().run
-    return partial(run, fill)
-
-
-@functools.cache
-def _context_without_warnings() -> Context | None:
-    """Return a context in which numpy does not warn. None can be entered twice at a time.
-
-    To use it is faster than `numpy.errstate`. None for numpy 1, where these settings are in the
-    thread.
-    """
-    numpy: Any = sys.modules["numpy"]
-    if numpy.__version__.startswith("1."):
-        return None
-    context = Context()
-    context.run(numpy.seterr, all="ignore")
-    return context
-
-
-def _without_warnings(fill: Callable[..., None], parts: Sequence[Any], out: Any) -> None:
-    with sys.modules["numpy"].errstate(all="ignore"):
-        fill(parts, out)
-
-
-@functools.cache
-def _array_filler(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any], None]:
     numpy: Any = sys.modules["numpy"]
     function = getattr(numpy, _FUNCTIONS.get(op, "add"))
-    kind, wide = dtype.kind, dtype
-    if kind == "f" and dtype.itemsize == 2:
-        wide = numpy.dtype("f4")
+    kind = dtype.kind
+    wide = numpy.dtype("f4") if kind == "f" and dtype.itemsize == 2 else dtype
     direct = of == wide
 
     def fill(parts: Sequence[Any], out: Any) -> None:
@@ -349,13 +298,17 @@ def _array_filler(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any]
             rest = parts[1:]
         for part in rest:
             function(total, part, out=total, casting="unsafe")
-        if op == "mean":
+        if op in ("mean", "floor_mean"):
             divide = numpy.floor_divide if kind in "iu" else numpy.true_divide
             divide(total, len(parts), out=total)
         if total is not out:
             out[...] = total
 
-    return fill
+    def fill_without_warnings(parts: Sequence[Any], out: Any) -> None:
+        with numpy.errstate(all="ignore"):
+            fill(parts, out)
+
+    return fill_without_warnings if kind in "fc" else fill
 
 
 def _combine_tensors(parts: Sequence[Any], op: str, out: Any) -> None:

@@ -1,21 +1,20 @@
-"""How the arrays of a call travel between the members of a board."""
+"""How arrays travel between the members of a board: in shared memory, or through an engine."""
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .arrays import empty_array, flat, is_on_device, on_host, raw
+from .arrays import LINE, empty_array, flat, is_array, is_on_device, on_host, raw, up_to_line
+from .limits import ENGINE_BROADCAST, ENGINE_PIECE, LEAST_PIECE, MOST_PIECE
 from .reduction import combine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from syncprims._protocol.rounds import RoundSequence
-    from syncprims.interface import DeviceEngine, Engine
-
-_REDUCED_AT_ONCE = 16 << 20  # bytes of one's own array
-_BROADCAST_AT_ONCE = 256 << 20  # bytes
+    from syncprims.interface import DeviceEngine, Engine, Window
 
 
 class Operand(NamedTuple):
@@ -32,23 +31,64 @@ class Transport(ABC):
     fails or differs raises on the others as in any round.
     """
 
-    @abstractmethod
+    #: Whether the arrays of :meth:`gather` may differ in size, if each member has room for all.
+    sizes_may_differ = False
+
+    def __init__(self, device_engine: DeviceEngine | None) -> None:
+        """Let `device_engine`, if there is one, carry arrays from device to device.
+
+        All other arrays of devices pass through the hosts' memory.
+        """
+        self._device_engine: Any = device_engine
+
     def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
         """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
+        direct = [array for array in arrays if self._takes(array)]
+        if rest := [array for array in arrays if not self._takes(array)]:
+            sends = src == sequence.index
+            here = [on_host(array) if sends else _host_room(array) for array in rest]
+            self._broadcast(sequence, here, src)
+            if not sends:
+                _copy_back(rest, here)
+        if direct:
+            sequence.meet()  # all are here, and alive: what is queued now will not wait for long
+        for array in direct:
+            self._device_engine.broadcast(array.detach().contiguous(), src)
 
-    @abstractmethod
     def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
         """Fill the results of all operands, with the same bits on all members.
 
         Members reduce one part each, in the order of ranks: as one rank alone would have.
         """
+        direct = [one for one in operands if self._takes(one.mine, op)]
+        if rest := [one for one in operands if not self._takes(one.mine, op)]:
+            here = [Operand(on_host(one.mine), _host_room(one.result)) for one in rest]
+            self._reduce(sequence, here, op)
+            _copy_back([one.result for one in rest], [one.result for one in here])
+        if direct:
+            sequence.meet()
+        for one in direct:
+            one.result.copy_(one.mine)
+            self._device_engine.all_reduce(one.result, op)
+
+    def _takes(self, array: Any, op: str | None = None) -> bool:
+        """Return whether the array goes from device to device."""
+        engine = self._device_engine
+        return bool(engine and is_on_device(array) and engine.takes(array, op))
+
+    @abstractmethod
+    def _broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
+        """Broadcast arrays of the hosts' memory."""
+
+    @abstractmethod
+    def _reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
+        """Reduce arrays of the hosts' memory."""
 
     @abstractmethod
     def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
-        """Fill ``rooms[i]``, contiguous, with the `mine` of member number i.
+        """Fill ``rooms[i]``, contiguous, with the `mine` of member number i, in hosts' memory.
 
-        What a member has no room for, it leaves. All are equally long; but in shared memory they
-        may differ, if each member has room for all others.
+        What a member has no room for, it leaves.
         """
 
     @abstractmethod
@@ -65,6 +105,205 @@ class Transport(ABC):
         """
 
 
+def _host_room(target: Any) -> Any:
+    """Return `target`, or, for one on a device, an array for it in this host's memory."""
+    return target.new_empty(target.shape, device="cpu") if is_on_device(target) else target
+
+
+def _copy_back(targets: Sequence[Any], here: Sequence[Any]) -> None:
+    for target, arrived in zip(targets, here, strict=True):
+        if arrived is not target:
+            target.detach().copy_(arrived)
+
+
+class SharedMemoryTransport(Transport):
+    """Carries arrays of the hosts' memory through a window, a piece at a time.
+
+    Each piece is a round. Nothing is pickled, and no rank ever holds another's array: an array of
+    any size passes through a window of fixed size, which stays in the processors' caches. What is
+    posted with round k is in half k % 2, as in :mod:`syncprims._data.plane`.
+    """
+
+    sizes_may_differ = True
+
+    def __init__(self, window: Window, device_engine: DeviceEngine | None) -> None:
+        super().__init__(device_engine)
+        self._window = window
+        self._half = len(window.memory) // 2 // LINE * LINE
+
+    def _broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
+        for array in arrays:
+            data = raw(flat(array))
+            part = [(0, data)]
+            writes, reads = (part, []) if src == sequence.index else ([], part)
+            self._pass_pieces(sequence, writes, reads, len(data), 1)
+
+    def _reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
+        """Reduce the operands piece by piece.
+
+        In the round of piece k, members say that their items of it are there, and that they have
+        reduced their part of piece k - 1.
+        """
+        fence, board = self._window.fence, sequence.rounds.board
+        sequence.collect_until(board.posted)
+        before: _Piece | None = None
+        for piece in (*self._item_pieces(operands, sequence), None):
+            begin = self._half * (board.posted + 1 & 1)
+            if before is not None:
+                before.reduce_part(op, self._half * (board.posted & 1), begin)
+            if piece is not None:
+                piece.write_mine(begin)
+            fence()
+            sequence.meet()
+            fence()
+            if before is not None:
+                before.read_others(begin)
+            before = piece
+        fence()  # read before this rank says so
+
+    def _item_pieces(
+        self, operands: Sequence[Operand], sequence: RoundSequence
+    ) -> Iterator[_Piece]:
+        """Yield the pieces of all operands."""
+        memory, members = self._window.memory, len(sequence.rounds.members)
+        results = self._half // (members + 1) // LINE * LINE  # bytes, at the end of a half
+        slot = (self._half - results) // members // LINE * LINE
+        for operand in operands:
+            mine, result = flat(operand.mine), flat(operand.result)
+            most = min(slot // mine.itemsize, results // result.itemsize)
+            for at in range(0, len(mine), most):
+                part = Operand(mine[at : at + most], result[at : at + most])
+                yield _Piece(memory, members, sequence.index, self._half - results, part)
+
+    def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
+        """Fill ``rooms[i]`` with the `mine` of member number i, a piece of all at a time."""
+        me, members = sequence.index, len(rooms)
+        data, targets = raw(flat(mine)), [None if r is None else raw(flat(r)) for r in rooms]
+        if (own := targets[me]) is not None:
+            own[:] = data
+        reads = [(i, room) for i, room in enumerate(targets) if room is not None and i != me]
+        longest = max([len(data), *(len(room) for _, room in reads)])
+        self._pass_pieces(sequence, [(me, data)], reads, longest, members)
+
+    def exchange(
+        self,
+        sequence: RoundSequence,
+        parts: Sequence[Any],
+        rooms: Sequence[Any],
+        sizes: Sequence[Sequence[int]],
+    ) -> None:
+        """Fill ``rooms[i]`` with the part that member i has for this one, in pieces as `gather`."""
+        me, members = sequence.index, len(rooms)
+        mine, targets = [raw(flat(p)) for p in parts], [raw(flat(r)) for r in rooms]
+        targets[me][:] = mine[me]
+        others = [i for i in range(members) if i != me]
+        writes = [(me * members + i, mine[i]) for i in others]
+        reads = [(i * members + me, targets[i]) for i in others]
+        # The same on all members, since all make the same rounds.
+        pairs = itertools.permutations(range(members), 2)
+        longest = max((sizes[i][j] for i, j in pairs), default=0)
+        self._pass_pieces(sequence, writes, reads, longest, members**2)
+
+    def _pass_pieces(
+        self,
+        sequence: RoundSequence,
+        writes: Sequence[tuple[int, memoryview]],
+        reads: Sequence[tuple[int, memoryview]],
+        longest: int,
+        slots: int,
+    ) -> None:
+        """Write the bytes of `writes`, and fill those of `reads`, in rounds of a piece of each.
+
+        Each comes with the number of its slot; a half of the window has so many as `slots`. A piece
+        is smaller where the `longest` is small, so that the others read while the next is written.
+        """
+        most = self._half // slots // LINE * LINE
+        slot = min(most, MOST_PIECE, max(LEAST_PIECE, up_to_line(longest // 4)))
+        memory, fence = self._window
+        board = sequence.rounds.board
+        sequence.collect_until(board.posted)
+        for begin in range(0, longest, slot):
+            base = self._half * (board.posted + 1 & 1)
+            for number, data in writes:
+                piece, at = data[begin : begin + slot], base + number * slot
+                memory[at : at + len(piece)] = piece
+            fence()
+            sequence.meet()
+            fence()
+            for number, room in reads:
+                piece, at = room[begin : begin + slot], base + number * slot
+                piece[:] = memory[at : at + len(piece)]
+            fence()  # read before this rank says so
+
+
+class _Piece:
+    """Some items of one array, and where they are in the window."""
+
+    def __init__(
+        self, memory: memoryview, members: int, index: int, results_at: int, operand: Operand
+    ) -> None:
+        """`results_at` is where in a half the results of a piece begin."""
+        self._memory = memory
+        self._index = index
+        self._mine, self._result = operand
+        self._items = items = len(self._mine)
+        stride = up_to_line(items * self._mine.itemsize)
+        self._inputs_at = [member * stride for member in range(members)]
+        self._results_at = results_at
+        part = up_to_line(-(-items // members))  # in items: so no two members write one cache line
+        self._part = slice(min(index * part, items), min((index + 1) * part, items))
+
+    def _others(self, size: int) -> list[slice]:
+        """Return where the parts of the others are, in bytes, if an item has `size`."""
+        own = self._part
+        parts = slice(0, own.start * size), slice(own.stop * size, self._items * size)
+        return [part for part in parts if part.start < part.stop]
+
+    def write_mine(self, half: int) -> None:
+        """Write this rank's items, except for those of its own part: no other rank needs them.
+
+        `half` is where the half of the window begins.
+        """
+        size, at = self._mine.itemsize, half + self._inputs_at[self._index]
+        mine, shared = raw(self._mine), self._memory[at : at + self._items * size]
+        for part in self._others(size):
+            shared[part] = mine[part]
+
+    def reduce_part(self, op: str, half: int, results: int) -> None:
+        """Write the reduction of this rank's part, for itself and for the others.
+
+        The items are in the half that begins at `half`, the results go to that at `results`.
+        """
+        part = self._part
+        if part.start == part.stop:
+            return
+        inputs = [
+            self._mine[part] if member == self._index else self._view(half + at, like=self._mine)
+            for member, at in enumerate(self._inputs_at)
+        ]
+        result = self._view(results + self._results_at, like=self._result)
+        combine(inputs, op, result)
+        raw(self._result[part])[:] = raw(result)
+
+    def _view(self, at: int, like: Any) -> Any:
+        """Return the items of this rank's part at `at` of the window, of the kind of `like`."""
+        begin, count = at + self._part.start * like.itemsize, self._part.stop - self._part.start
+        if is_array(like):
+            import numpy
+
+            return numpy.frombuffer(self._memory, like.dtype, count, begin)
+        import torch
+
+        return torch.frombuffer(self._memory, dtype=like.dtype, count=count, offset=begin)
+
+    def read_others(self, half: int) -> None:
+        """Read what the others have reduced, in the half that begins at `half`."""
+        size, at = self._result.itemsize, half + self._results_at
+        result, shared = raw(self._result), self._memory[at : at + self._items * size]
+        for part in self._others(size):
+            result[part] = shared[part]
+
+
 class EngineTransport(Transport):
     """Carries arrays of the hosts' memory through an engine.
 
@@ -72,30 +311,27 @@ class EngineTransport(Transport):
     would wait for a dead peer forever.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, device_engine: DeviceEngine | None) -> None:
+        super().__init__(device_engine)
         self._engine = engine
 
-    def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
-        """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
-
+    def _broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
         def carry() -> None:
             for array in arrays:
                 data = raw(flat(array))
-                for at in range(0, len(data), _BROADCAST_AT_ONCE):
-                    self._engine.broadcast(data[at : at + _BROADCAST_AT_ONCE], src)
+                for at in range(0, len(data), ENGINE_BROADCAST):
+                    self._engine.broadcast(data[at : at + ENGINE_BROADCAST], src)
 
         self._between_rounds(sequence, carry)
 
-    def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
-        """Fill the results of all operands, with the same bits on all members."""
-
+    def _reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
         def carry() -> None:
             for operand in operands:
                 mine, result = flat(operand.mine), flat(operand.result)
-                most = max(1, _REDUCED_AT_ONCE // mine.itemsize)
+                most = max(1, ENGINE_PIECE // mine.itemsize)
                 for begin in range(0, len(mine), most):
                     piece = Operand(mine[begin : begin + most], result[begin : begin + most])
-                    self._reduce(piece, op, sequence.index, len(sequence.rounds.members))
+                    self._reduce_piece(piece, op, sequence.index, len(sequence.rounds.members))
 
         self._between_rounds(sequence, carry)
 
@@ -105,7 +341,7 @@ class EngineTransport(Transport):
 
         def carry() -> None:
             data, targets = raw(flat(mine)), [None if r is None else raw(flat(r)) for r in rooms]
-            most = max(1, _REDUCED_AT_ONCE // len(rooms))
+            most = max(1, ENGINE_PIECE // len(rooms))
             for begin in range(0, len(data), most):
                 piece = data[begin : begin + most]
                 everyone = raw(numpy.empty(len(piece) * len(rooms), numpy.uint8))
@@ -130,7 +366,7 @@ class EngineTransport(Transport):
         def carry() -> None:
             mine, targets = [raw(flat(p)) for p in parts], [raw(flat(r)) for r in rooms]
             members, longest = len(rooms), max(map(max, sizes))
-            most = max(1, min(longest, _REDUCED_AT_ONCE // members))
+            most = max(1, min(longest, ENGINE_PIECE // members))
             for begin in range(0, longest, most):  # an engine's parts are equally long
                 sent = raw(numpy.zeros(most * members, numpy.uint8))
                 got = raw(numpy.empty(most * members, numpy.uint8))
@@ -151,10 +387,10 @@ class EngineTransport(Transport):
         An error in it breaks the group: what others wait for in theirs will not come.
         """
         sequence.meet()
-        sequence.run_watched(carry, self._engine.close)
+        sequence.run_watched(carry, self._engine.close, self._engine.obstacle)
         sequence.meet()
 
-    def _reduce(self, piece: Operand, op: str, index: int, members: int) -> None:
+    def _reduce_piece(self, piece: Operand, op: str, index: int, members: int) -> None:
         """Reduce a piece: exchange parts, combine one's own, and gather the combined ones."""
         mine, result = piece
         part = -(-len(mine) // members)
@@ -170,75 +406,3 @@ class EngineTransport(Transport):
         whole = empty_array(result, part * members, result.dtype)
         self._engine.gather(raw(combined), raw(whole))
         result[:] = whole[: len(result)]
-
-
-class DeviceTransport(Transport):
-    """Carries arrays of hosts and of devices: from device to device where an engine can.
-
-    All others pass through the hosts' memory, and `host` carries them there.
-    """
-
-    def __init__(self, host: Transport, engine: DeviceEngine | None) -> None:
-        self._host = host
-        self._engine = engine
-
-    def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
-        """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
-        if rest := [array for array in arrays if not self._engine_for(array)]:
-            sends = src == sequence.index
-            here = [on_host(array) if sends else _host_room(array) for array in rest]
-            self._host.broadcast(sequence, here, src)
-            if not sends:
-                _copy_back(rest, here)
-        direct = [(array, engine) for array in arrays if (engine := self._engine_for(array))]
-        if direct:
-            sequence.meet()  # all are here, and alive: what is queued now will not wait for long
-        for array, engine in direct:
-            engine.broadcast(array.detach().contiguous(), src)
-
-    def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
-        """Fill the results of all operands, with the same bits on all members."""
-        if rest := [one for one in operands if not self._engine_for(one.mine, op)]:
-            here = [Operand(on_host(one.mine), _host_room(one.result)) for one in rest]
-            self._host.reduce(sequence, here, op)
-            _copy_back([one.result for one in rest], [one.result for one in here])
-        direct = [(one, engine) for one in operands if (engine := self._engine_for(one.mine, op))]
-        if direct:
-            sequence.meet()
-        for one, engine in direct:
-            one.result.copy_(one.mine)
-            engine.all_reduce(one.result, op)
-
-    def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
-        """Fill ``rooms[i]`` with the `mine` of member number i, through the hosts' memory."""
-        here = [None if room is None else _host_room(room) for room in rooms]
-        self._host.gather(sequence, on_host(mine), here)
-        pairs = [(r, h) for r, h in zip(rooms, here, strict=True) if r is not None]
-        _copy_back([room for room, _ in pairs], [arrived for _, arrived in pairs])
-
-    def exchange(
-        self,
-        sequence: RoundSequence,
-        parts: Sequence[Any],
-        rooms: Sequence[Any],
-        sizes: Sequence[Sequence[int]],
-    ) -> None:
-        """Fill ``rooms[i]`` with the part that member i has, through the hosts' memory."""
-        here = [_host_room(room) for room in rooms]
-        self._host.exchange(sequence, [on_host(part) for part in parts], here, sizes)
-        _copy_back(rooms, here)
-
-    def _engine_for(self, array: Any, op: str | None = None) -> DeviceEngine | None:
-        engine = self._engine
-        return engine if engine and is_on_device(array) and engine.takes(array, op) else None
-
-
-def _host_room(target: Any) -> Any:
-    """Return `target`, or, for one on a device, an array for it in this host's memory."""
-    return target.new_empty(target.shape, device="cpu") if is_on_device(target) else target
-
-
-def _copy_back(targets: Sequence[Any], here: Sequence[Any]) -> None:
-    for target, arrived in zip(targets, here, strict=True):
-        if arrived is not target:
-            target.detach().copy_(arrived)

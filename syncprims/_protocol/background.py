@@ -69,11 +69,15 @@ class Background:
         return notes
 
     def wait_any(
-        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None
+        self,
+        boards: Sequence[Board],
+        ready: Callable[[], bool],
+        timeout: float | None,
+        call: str = "",
     ) -> bool:
         """Return as :meth:`Backend.wait_any`, and go on with all tasks meanwhile."""
         if not self.tasks:
-            return self._backend.wait_any(boards, ready, timeout)
+            return self._backend.wait_any(boards, ready, timeout, call)
 
         def can_move() -> bool:
             return any(task.can_move() for task in tuple(self.tasks))
@@ -82,7 +86,7 @@ class Background:
         end = None if timeout is None else now() + timeout
         while not ready():
             left = None if end is None else max(0.0, end - now())
-            moves = self._backend.wait_any(boards, lambda: ready() or can_move(), left)
+            moves = self._backend.wait_any(boards, lambda: ready() or can_move(), left, call)
             if not (self.move() or ready()) and (not moves or left == 0.0):
                 return False  # the time is up, or a board is broken
         return True

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from syncprims.errors import SyncWarning
-from syncprims.interface import Label, Note
+from syncprims.interface import Label, Mark, Note
 
 from .validation import check_name, plain_name
 
@@ -97,12 +97,12 @@ class NoteCache:
         name: str | None = None,
         src: int | None = None,
         op: str | None = None,
-        flag: bool = False,
+        yes: bool = False,
     ) -> Note:
-        """Return the note of a call that carries at most a flag, labeled with the user's call site.
+        """Return the note of a call that carries no payload, labeled with the user's call site.
 
-        The call site is searched from ``sys._getframe(2)`` outwards: call this only in a function
-        that the user calls, or in one that such a function calls.
+        With `yes`, it has that mark. The call site is searched from ``sys._getframe(2)`` outwards:
+        call this only in a function that the user calls, or in one that such a function calls.
         """
         if name is not None and name.__class__ is not str:  # it may not even be hashable
             name = plain_name(name)
@@ -111,7 +111,7 @@ class NoteCache:
             frame = caller
         key = (kind, name, src, op, id(code), frame.f_lasti)
         cached = self._notes.get(key) or self._add(key, frame, Label(kind, name, src, op))
-        return cached[1] if flag else cached[0]
+        return cached[1] if yes else cached[0]
 
     def _add(self, key: tuple[object, ...], frame: FrameType, label: Label) -> _Cached:
         while (code := frame.f_code).co_filename.startswith(self._not_users) and frame.f_back:
@@ -128,5 +128,5 @@ class NoteCache:
                 self._notes.clear()
             label.site = _describe(frame)
             # The code object is kept, so that no other one gets its id.
-            cached = self._notes[key] = Note(label), Note(label, flag=True), code
+            cached = self._notes[key] = Note(label), Note(label, Mark.YES), code
         return cached

@@ -107,7 +107,7 @@ class DeadlockDetector:
     def __init__(self, backend: Backend) -> None:
         self.holds_verdict = False  #: this rank has found a deadlock, and still publishes that
         self._backend = backend
-        self._boards: list[Board] = []
+        self._boards: dict[Board, Callable[[], int]] = {}
         self._waits: dict[int, dict[str, Any]] = {}  # by thread, as they are published
         self._ended = 0  # waits; distinguishes one wait from the next
         self._looks = 0  # for the first of several notes, in vain
@@ -115,13 +115,13 @@ class DeadlockDetector:
         self._suspected: dict[int, dict[str, Any]] = {}  # words of ranks that seem stuck
         self._suspected_looks: dict[int, int] = {}  # of those that wait for any note
 
-    def add(self, board: Board) -> None:
-        """Count the rounds at `board`."""
-        self._boards.append(board)
+    def add(self, board: Board, promised: Callable[[], int] = int) -> None:
+        """Count the rounds at `board`, and those that this rank has promised to post there."""
+        self._boards = {**self._boards, board: promised}  # another thread may go through them
 
     def remove(self, board: Board) -> None:
         """Forget `board`, which is closed."""
-        self._boards = [one for one in self._boards if one is not board]
+        self._boards = {b: promised for b, promised in self._boards.items() if b is not board}
 
     def end_wait(self) -> None:
         """Withdraw what this thread has published: its wait is over."""
@@ -161,7 +161,7 @@ class DeadlockDetector:
         word = {
             "ended": self._ended,
             "waits": mine,
-            "posted": {_group(b): b.posted + b.promised for b in self._boards},
+            "posted": {_group(b): b.posted + promised() for b, promised in self._boards.items()},
         }
         if any("any" in thread for thread in mine):
             word["looks"] = self._looks

@@ -16,8 +16,10 @@ from syncprims.errors import (
 from .call_site import warn_user
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from syncprims.errors import SyncError
-    from syncprims.interface import Board, BoardView, Label, Status
+    from syncprims.interface import Label, Status
 
 CURE_MISMATCH = (
     "Every rank must make the same calls in the same order: look for a branch, an early return or "
@@ -73,7 +75,7 @@ def _list_calls(calls: dict[int, str]) -> str:
 
 
 class Snapshot:
-    """The state of all members of a board, read while `rank` waits there for round `number`.
+    """The state of all members of a board, `seen` while `rank` waits there for round `number`.
 
     Messages count rounds from the user's first: the `own` ones before it are the library's. In
     these, `first_call` is the user's call that waits.
@@ -81,7 +83,7 @@ class Snapshot:
 
     def __init__(
         self,
-        board: Board | BoardView,
+        seen: Mapping[int, Status],
         rank: int,
         number: int,
         waited: float,
@@ -91,7 +93,7 @@ class Snapshot:
         self._rank = rank
         self._number = number
         self._own = own
-        self._seen = {member: board.status(member) for member in board.members}
+        self._seen = seen
         self._starts = first_call is not None
         #: that this rank waits in
         self.call = first_call or str(self._seen[rank].label or "its first call")

@@ -15,10 +15,10 @@ import sys
 import threading
 import time
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
 from syncprims import errors
-from syncprims.errors import ConcurrentCall, Failure, PeerFailed, SyncError
+from syncprims.errors import ConcurrentCall, Failure, PeerFailed, PeerLost, SyncError
 from syncprims.interface import Note, WaitView
 
 from .call_site import NoteCache
@@ -58,10 +58,34 @@ class PendingRound:
         self.error: SyncError | None = None
 
 
+class RoundObserver(Protocol):
+    """Sees all rounds of one rank at one board, as a trace does."""
+
+    def watch_meet(self, meet: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what is called instead of :meth:`Rounds.meet`; it calls `meet`."""
+        ...
+
+    def watch_wait(
+        self, attempt: Callable[[float], T | None], begin: float
+    ) -> Callable[[float], T | None]:
+        """Return what is called instead of `attempt` in a long wait that began at `begin`."""
+        ...
+
+    def posting(self, note: Note) -> None:
+        """Take in that `note` is about to be posted; it is or is not the first of its call."""
+
+    def collecting(self, *, late: bool) -> None:
+        """Take in that the oldest round is about to be collected; `late` if not at once."""
+
+    def collected(self, error: SyncError | None) -> None:
+        """Take in that a round is collected; `error` is what a deferred one will raise."""
+
+    def call_failed(self, error: BaseException, before: int) -> None:
+        """Take in that a call raises, which began after `before` rounds were posted."""
+
+
 class Rounds:
     """One rank's rounds at one board."""
-
-    traced = False  #: every round is recorded
 
     def __init__(
         self,
@@ -72,6 +96,7 @@ class Rounds:
         background: Background,
         local_rank: int,
         own: int = 0,
+        observer: RoundObserver | None = None,
     ) -> None:
         """Use `board`, where the first `own` rounds are the library's and not the user's."""
         self.board = board
@@ -97,12 +122,18 @@ class Rounds:
         self._calls: dict[object, tuple[int, Label | None]] = {}
         #: Every later call raises ``closed()``: the world is closed, forked or broken.
         self.closed: Callable[[], SyncError] | None = None
-        self._before = 0  # rounds posted to before the call under way
         #: An exception with which the call under way may end: this rank stays in step with all.
         self.in_step: BaseException | None = None
         #: What the data plane has prepared for this board.
         self.data: Any = None
-        deadlocks.add(board)
+        #: Whether a barrier of one member is a round, too, since something observes every round.
+        self.observed = observer is not None or board.observed
+        self._observer = observer
+        if observer is not None:  # without one, no barrier asks for it
+            vars(self)["meet"] = observer.watch_meet(self.meet)
+        #: Rounds that this rank will post without another call of the user, as room comes.
+        self.promised = 0
+        deadlocks.add(board, lambda: self.promised)
 
     def close(self, why: Callable[[], SyncError]) -> None:
         """Make every later call raise ``why()``, and release what was prepared."""
@@ -182,18 +213,11 @@ class Rounds:
             del self._calls[token]
             return found
         except BaseException as error:
-            if before >= 0:
-                self._call_failed(error, before)
+            if before >= 0 and self._observer is not None:
+                self._observer.call_failed(error, before)
             if self._is_in_step(error, before, collected) and token in self._calls:
                 del self._calls[token]
             raise
-
-    def skip_barrier(self) -> None:
-        """Do nothing: a barrier in a group of one needs no round.
-
-        A subclass records it, with the call site: call it only in a `barrier` function that the
-        user calls.
-        """
 
     def atomic_call(self, label: Label | None, steps: Callable[[], T]) -> T:
         """Return ``steps()``, with no other call of this rank between its rounds.
@@ -208,13 +232,13 @@ class Rounds:
             if len(self._calls) > 1 or self.closed is not None:
                 self._refuse(token)
             collected, before = board.collected, board.posted
-            self.in_step, self._before = None, before
+            self.in_step = None
             result = steps()
             del self._calls[token]  # the last act, as in `meet`
             return result
         except BaseException as error:
-            if before >= 0:
-                self._call_failed(error, before)
+            if before >= 0 and self._observer is not None:
+                self._observer.call_failed(error, before)
             if self._is_in_step(error, before, collected) and token in self._calls:
                 del self._calls[token]
             raise
@@ -294,6 +318,8 @@ class Rounds:
         if board.posted - board.collected >= board.depth:
             self.make_room(timeout)
         before = board.posted
+        if self._observer is not None:
+            self._observer.posting(note)
         try:
             board.post(note)
         except OSError as error:
@@ -320,10 +346,17 @@ class Rounds:
 
     def collect(self, timeout: float | None) -> Sequence[Note]:
         """Collect the oldest round, and check that all members made the same call."""
+        board, observer = self.board, self._observer
+        pending = self._pending.get(board.collected + 1)
+        if observer is not None:
+            observer.collecting(late=bool(self._pending) or board.collected + 1 < board.posted)
         limit = self._first_look
         if timeout is not None and timeout < limit:
             limit = min(timeout, self.settings.warn_after)
-        return self._check(self._collect(limit), limit, timeout)
+        notes = self._check(self._collect(limit), limit, timeout)
+        if observer is not None:
+            observer.collected(None if pending is None else pending.error)
+        return notes
 
     def _collect(self, limit: float) -> Sequence[Note] | None:
         """Return as :meth:`Board.collect`, and go on meanwhile with what is under way."""
@@ -338,7 +371,6 @@ class Rounds:
         board = self.board
         if notes is None:
             begin = board.waiting_since if board.virtual_time else board.now() - waited
-            self._wait_is_long(waited)
             notes = self.wait(self._collect, timeout, begin)
         number = board.collected
         first = notes[0]
@@ -368,14 +400,18 @@ class Rounds:
         timeout: float | None,
         begin: float,
         *,
-        at_board: bool = True,
+        obstacle: Callable[[], str | None] | None = None,
     ) -> T:
         """Return what ``attempt(seconds)`` gives, once that is not None.
 
         Between the attempts this rank looks for a verdict, a lost member, a deadlock and the
-        deadline. `begin` is when the wait began; without `at_board` it is not for a note.
+        deadline. `begin` is when the wait began. With `obstacle`, of an engine, it does not wait
+        for a note.
         """
+        at_board = obstacle is None
         board = self.board
+        if at_board and self._observer is not None:
+            attempt = self._observer.watch_wait(attempt, begin)
         number = board.collected + at_board  # not at the board, no member is missing
         deadline = math.inf if timeout is None else begin + timeout
         warn_every = self.settings.warn_after
@@ -392,8 +428,12 @@ class Rounds:
                 if now >= deadline:
                     board.inform()
                 first_call = self.settings.first_call if number <= self._own else None
-                seen = Snapshot(board, self.rank, number, now - begin, self._own, first_call)
+                statuses = {member: board.status(member) for member in self.members}
+                seen = Snapshot(statuses, self.rank, number, now - begin, self._own, first_call)
                 error = self._explain(seen, now - begin, now >= deadline, at_board)
+                if error is None and obstacle is not None and (why := obstacle()):
+                    cure = "Look at the network between them, then restart the run."
+                    error = PeerLost(f"{why}, in {seen.call}\n{cure}", call=str(seen.call))
                 if error is not None:
                     board.abort(errors.dump(error))
                     if board.verdict() is not None:
@@ -432,14 +472,6 @@ class Rounds:
         if error is None and waited >= DEADLOCK_SEARCH and seen.missing and at_board:
             error = self._deadlocks.search(self.board, seen.call)
         return error
-
-    # -- hooks of a subclass that records rounds ------------------------------------------------
-
-    def _call_failed(self, error: BaseException, before: int) -> None:
-        """Do nothing; called when a call raises that began after `before` rounds were posted."""
-
-    def _wait_is_long(self, waited: float) -> None:
-        """Do nothing; called once a wait is so long that there is time for other things."""
 
     # -- failures -------------------------------------------------------------------------------
 
@@ -618,13 +650,19 @@ class RoundSequence:
                 rounds.raise_shared(notes)
         return notes
 
-    def run_watched(self, work: Callable[[], None], stop: Callable[[], None]) -> None:
+    def run_watched(
+        self,
+        work: Callable[[], None],
+        stop: Callable[[], object] = lambda: None,
+        obstacle: Callable[[], str | None] = lambda: "",
+    ) -> None:
         """Run `work` on a thread, while this one looks for lost members.
 
         `work` may wait for the other members without noticing that one is lost. If it is not needed
-        any more, ``stop()`` is called to end it.
+        any more, ``stop()`` is called to end it. `obstacle` is as :meth:`Engine.obstacle`.
 
-        :raises BaseException: what `work` raises; but a lost member's `PeerLost`, if that is why.
+        :raises BaseException: what `work` raises; but a `PeerLost`, if a lost member or a cut link
+            is why.
         """
         done = threading.Event()
         raised: list[BaseException] = []
@@ -638,22 +676,24 @@ class RoundSequence:
 
         def until_cause_is_known(seconds: float) -> bool | None:
             time.sleep(min(seconds, _FIRST_LOOK))
-            return time.monotonic() >= failed_at + _TIME_FOR_CAUSE or None
+            late = time.monotonic() >= failed_at + _TIME_FOR_CAUSE
+            return (late and obstacle() is not None) or None
+
+        def watch(attempt: Callable[[float], bool | None], timeout: float | None) -> None:
+            begin = self.rounds.board.now()
+            self.rounds.wait(attempt, timeout, begin, obstacle=obstacle)
 
         thread = threading.Thread(target=run, name="syncprims-engine", daemon=True)
         thread.start()
         try:
             if not done.wait(_FIRST_LOOK):
-                self._watch(lambda seconds: done.wait(seconds) or None, self._timeout)
+                watch(lambda seconds: done.wait(seconds) or None, self._timeout)
             if raised:
                 failed_at = time.monotonic()
-                self._watch(until_cause_is_known, None)
+                watch(until_cause_is_known, None)
                 raise raised[0]
         except BaseException:
             stop()
             raise
         finally:
             thread.join(_TIME_TO_END)
-
-    def _watch(self, attempt: Callable[[float], bool | None], timeout: float | None) -> None:
-        self.rounds.wait(attempt, timeout, self.rounds.board.now(), at_board=False)

@@ -94,3 +94,23 @@ def _is_idle(frame: FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return False  # it is about to begin
+
+
+def is_from_signal_handler(error: BaseException) -> bool:
+    """Return whether a handler of a signal has raised `error`, and not the code it interrupted."""
+    import signal  # slow to import
+
+    codes: set[object] = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        while hasattr(handler, "func"):  # functools.partial
+            handler = handler.func
+        if not hasattr(handler, "__code__"):
+            handler = getattr(type(handler), "__call__", None)  # noqa: B004 - the method
+        codes.add(getattr(handler, "__code__", None))
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False

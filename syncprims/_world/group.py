@@ -13,9 +13,8 @@ import sys
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
-from syncprims._data import objects, reduction
+from syncprims._data import reduction, values
 from syncprims._data.partition import split
-from syncprims._data.results import copy_into
 from syncprims._protocol.validation import seconds, whole_number
 
 from .sequential import InTurn, MainFirst
@@ -61,13 +60,8 @@ class Group:
         self._end = end  # None: it lasts as long as the world
         #: True for the only member of an open group: it waits for no other rank.
         self._alone = rounds is not None and len(self.ranks) == 1
-        # A plain barrier of one needs no round, in an open world. It does nothing, or calls this
-        # where rounds are traced.
-        self._silent = False
-        self._skip_barrier: Callable[[], None] | None = None
-        if rounds is not None and self._alone and not rounds.board.posts_alone:
-            self._silent = not rounds.traced
-            self._skip_barrier = rounds.skip_barrier if rounds.traced else None
+        # A plain barrier of one needs no round, in an open world where nothing observes rounds.
+        self._silent = rounds is not None and self._alone and not rounds.observed
 
     def __repr__(self) -> str:
         return f"<syncprims.Group of ranks {list(self.ranks)}>"
@@ -100,12 +94,8 @@ class Group:
         """As :func:`syncprims.barrier`, among the members."""
         if device:
             _wait_for_device()
-        if name is None and timeout is None:
-            if self._silent:
-                return
-            if self._skip_barrier is not None:
-                self._skip_barrier()
-                return
+        if self._silent and name is None and timeout is None:
+            return
         rounds = self._member or self._rounds
         timeout = self._timeout if timeout is None else seconds(timeout)
         rounds.meet(rounds.note("barrier", name), timeout)
@@ -179,19 +169,19 @@ class Group:
         rounds = self._member or self._rounds
         limit = self._timeout if timeout is None else seconds(timeout)
         note = rounds.note("all_reduce", name, None, op)
-        return objects.all_reduce(rounds, note, value, op, out, limit)
+        return values.all_reduce(rounds, note, value, op, out, limit)
 
     def any_rank(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.any_rank`, among the members."""
         rounds = self._rounds
-        note = rounds.note("any_rank", name, flag=bool(flag))
-        return rounds.meet(note, self._seconds(timeout), _has_flag)
+        note = rounds.note("any_rank", name, yes=bool(flag))
+        return rounds.meet(note, self._seconds(timeout), _is_any_set)
 
     def all_ranks(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.all_ranks`, among the members."""
         rounds = self._rounds
-        note = rounds.note("all_ranks", name, flag=bool(flag))
-        return rounds.meet(note, self._seconds(timeout), _have_all_flags)
+        note = rounds.note("all_ranks", name, yes=bool(flag))
+        return rounds.meet(note, self._seconds(timeout), _are_all_set)
 
     def assert_same(self, value: object, name: str, *, timeout: Seconds = None) -> None:
         """As :func:`syncprims.assert_same`, among the members."""
@@ -259,7 +249,6 @@ def rounds_of(group: Group) -> Rounds:
 def close_group(group: Group, why: Callable[[], SyncError]) -> None:
     """Make every later call raise ``why()``: the world is closed, or this is a forked child."""
     group._alone = group._silent = False
-    group._skip_barrier = None
     if group._member is not None:
         group._member.close(why)
 
@@ -296,10 +285,10 @@ def _broadcast(
     note = rounds.note(kind, name, src)
     limit = group._timeout if timeout is None else seconds(timeout)
     if group._alone:
-        objects.check(rounds, note.label, obj)
-        same: T = rounds.meet(note, None, lambda _: copy_into(rounds, out, obj))
+        values.check_encodable(rounds, note.label, obj)
+        same: T = rounds.meet(note, None, lambda _: values.copy_into(rounds, out, obj))
         return same
-    value: T = objects.broadcast(rounds, note, obj, src, out, limit)
+    value: T = values.broadcast(rounds, note, obj, src, out, limit)
     return value
 
 
@@ -311,23 +300,23 @@ def gather_as(
     note = rounds.note(kind, name)
     limit = group._seconds(timeout)
     if group._alone:
-        objects.check(rounds, note.label, obj)
+        values.check_encodable(rounds, note.label, obj)
         rounds.meet(note)
         return [obj]
-    return objects.gather(rounds, note, obj, limit)
+    return values.gather(rounds, note, obj, limit)
 
 
-def _has_flag(notes: Sequence[Note]) -> bool:
+def _is_any_set(notes: Sequence[Note]) -> bool:
     # A loop, since `any` over a generator takes as long as all the rest of the call.
     for note in notes:  # noqa: SIM110
-        if note.flag:
+        if note.mark:
             return True
     return False
 
 
-def _have_all_flags(notes: Sequence[Note]) -> bool:
+def _are_all_set(notes: Sequence[Note]) -> bool:
     for note in notes:  # noqa: SIM110
-        if not note.flag:
+        if not note.mark:
             return False
     return True
 

@@ -7,6 +7,11 @@ one that clearly started inside the other counts, else the error names both, and
 
 A number that the launcher does not say is :data:`UNKNOWN`, and never computed from the others by
 assuming that all nodes are equal. Who shares a host is known once the world has met.
+
+Other launchers come from packages: ``SYNCPRIMS_LAUNCHER=NAME`` calls the function that the entry
+point NAME of the group ``syncprims.launchers`` names. It takes the environment as a mapping, and
+returns this process's :class:`Topology`. Only the variable makes it count: ranks must not choose
+differently because a package is installed on some hosts only.
 """
 
 from __future__ import annotations
@@ -105,16 +110,6 @@ _SLURM = Launcher(
     # step has so many.
     needs=("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"),
 )
-_FLUX = Launcher(
-    "Flux",
-    rank="FLUX_TASK_RANK",
-    world_size=("FLUX_JOB_SIZE",),
-    local_rank="FLUX_TASK_LOCAL_ID",
-    local_world_size="",  # not said
-    num_nodes=("FLUX_JOB_NNODES",),
-    run_id=("FLUX_JOB_ID",),
-    agent="FLUX_JOB_ID",  # its brokers may be a step of SLURM
-)
 _MPICH = Launcher(
     "MPICH",
     rank="PMI_RANK",
@@ -127,7 +122,6 @@ _MPICH = Launcher(
 LAUNCHERS = (
     _OURS,
     _TORCHRUN,
-    _FLUX,
     _SLURM,
     Launcher(
         "Open MPI",
@@ -138,41 +132,7 @@ LAUNCHERS = (
         # OMPI_COMM_WORLD_NODE_RANK is the rank *within* the node, not the node's.
         run_id=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
-    Launcher(
-        "PALS",
-        rank="PALS_RANKID",
-        world_size=("PMI_SIZE", "PALS_SIZE"),
-        local_rank="PALS_LOCAL_RANKID",
-        local_world_size="PALS_LOCAL_SIZE",
-        node_rank="PALS_NODEID",
-        run_id=("PALS_APID",),
-        needs=("PALS_RANKID",),
-    ),
     _MPICH,
-    Launcher(
-        "LSF",
-        rank="JSM_NAMESPACE_RANK",
-        world_size=("JSM_NAMESPACE_SIZE",),
-        local_rank="JSM_NAMESPACE_LOCAL_RANK",
-        local_world_size="JSM_NAMESPACE_LOCAL_SIZE",
-        run_id=("LSB_JOBID", "JSM_NAMESPACE"),
-    ),
-    Launcher(
-        "MVAPICH2",
-        rank="MV2_COMM_WORLD_RANK",
-        world_size=("MV2_COMM_WORLD_SIZE",),
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    Launcher(
-        "Horovod",
-        rank="HOROVOD_RANK",
-        world_size=("HOROVOD_SIZE",),
-        local_rank="HOROVOD_LOCAL_RANK",
-        local_world_size="HOROVOD_LOCAL_SIZE",
-        # HOROVOD_CROSS_SIZE counts the nodes that have this local rank, and not all nodes.
-        run_id=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
-    ),
 )
 
 
@@ -205,11 +165,7 @@ def explain(environ: Mapping[str, str]) -> Detection:
     chosen: tuple[Launcher, Topology] | None = None
     outside: list[Topology] = []  # of those that have started the chosen one
     roles: dict[str, str] = {}
-    seen: set[str] = set()  # PALS gives its size in MPICH's variable, which is no half of MPICH's
     for launcher in _find_launchers(environ):
-        if launcher.required & environ.keys() <= seen:
-            continue
-        seen |= launcher.required
         found = launcher, _read_topology(launcher, environ)
         if chosen is None:
             chosen = found
@@ -236,9 +192,8 @@ def _detect_named(environ: Mapping[str, str], asked: str) -> Detection:
     if _key(asked) == "none":
         return Detection(_alone(environ), {})
     if _key(asked) not in names:
-        raise ConfigurationError(
-            f"SYNCPRIMS_LAUNCHER={asked!r} is no launcher; it takes {', '.join(names)}, or none"
-        )
+        topology = _read_by_entry_point(environ, asked, names)
+        return Detection(topology, {topology.launcher: why})
     launcher = LAUNCHERS[names.index(_key(asked))]
     if not launcher.required & environ.keys():
         raise ConfigurationError(
@@ -247,6 +202,26 @@ def _detect_named(environ: Mapping[str, str], asked: str) -> Detection:
             f"{launcher.name}, or unset SYNCPRIMS_LAUNCHER"
         )
     return Detection(_read_topology(launcher, environ), {launcher.name: why})
+
+
+def _read_by_entry_point(environ: Mapping[str, str], name: str, known: list[str]) -> Topology:
+    from importlib.metadata import entry_points  # slow to import, and rarely needed
+
+    points = [point for point in entry_points(group="syncprims.launchers") if point.name == name]
+    if len({point.value for point in points}) != 1:
+        raise ConfigurationError(
+            f"SYNCPRIMS_LAUNCHER={name!r}: {len(points)} packages provide a launcher of this name; "
+            f"it takes {', '.join(known)}, none, or the name of one entry point of the group "
+            f"syncprims.launchers"
+        )
+    said = points[0].load()(environ)
+    if not isinstance(said, Topology) or not 0 <= said.rank < said.world_size:
+        raise ConfigurationError(
+            f"SYNCPRIMS_LAUNCHER={name}: {points[0].value} returned {said!r}; it must return a "
+            f"syncprims.interface.Topology with a rank below its world_size"
+        )
+    run_id = environ.get("SYNCPRIMS_RUN_ID") or said.run_id
+    return said._replace(launcher=name, run_id=run_id)
 
 
 def _alone(environ: Mapping[str, str]) -> Topology:
@@ -327,14 +302,6 @@ _JOBS = (
     ("PET_NNODES", "torchrun, which reads it"),
     ("PET_NPROC_PER_NODE", "torchrun, which reads it"),
     ("OMPI_UNIVERSE_SIZE", "mpirun; a container gets its variables only if they are passed on"),
-    ("LSB_DJOB_NUMPROC", "jsrun"),
-    ("COBALT_JOBSIZE", "mpiexec"),
-    ("SKYPILOT_NUM_NODES", "torchrun on each node"),
-)
-#: Variables that list the hosts of a job, and what starts ranks on them.
-_HOST_LISTS = (
-    ("SM_HOSTS", "torchrun, which SageMaker starts if distribution has torch_distributed"),
-    ("TPU_WORKER_HOSTNAMES", "torchrun on each host"),
 )
 
 
@@ -347,10 +314,6 @@ def find_half_world(environ: Mapping[str, str], topology: Topology) -> str:
             value = environ.get(name, "1")
             if value not in ("1", "0", "1:1", "cpu", "auto"):
                 return f"{name}={value} is set, and this process was not started by {starter}"
-        for name, starter in _HOST_LISTS:
-            hosts = environ.get(name, "")
-            if "," in hosts:
-                return f"{name}={hosts} is set, and this process was not started by {starter}"
         # A shell of SLURM may have rank 0 of one.
         harmless = ("", "0") if "SLURM_JOB_ID" in environ else ("",)
         if environ.get("PMIX_RANK", "") not in harmless:
@@ -534,8 +497,6 @@ def _is_inside(
     """Return whether `inner` was clearly started by a task of `outer`, and started this process."""
     if inner is _SLURM:  # it starts daemons of others; and PMI's variables of one, in its shells
         return b.world_size == 1 and outer is _MPICH
-    if (inner, outer) == (_FLUX, _MPICH):  # Flux sets PMI's variables itself
-        return False
     has_agent = inner.agent in environ  # then its variables were not set by hand
     if outer in (_OURS, _TORCHRUN):  # which start ranks, and no other launchers in several tasks
         return b.world_size == 1 and (has_agent or outer.agent not in environ)

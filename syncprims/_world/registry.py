@@ -12,7 +12,7 @@ a shared disk, reading them at every start would open very many small files.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncprims.errors import BackendUnavailable, ConfigurationError, SyncError
 from syncprims.interface import Backend, Topology
@@ -21,9 +21,9 @@ from .launchers import detect, find_spread, find_world_sizes
 from .settings import read_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from syncprims.interface import Settings, WorldReader
+    from syncprims.interface import Settings
 
 _BUILT_IN = {
     "file": "syncprims.backends.file.backend:FileBackend",
@@ -121,29 +121,6 @@ def find_end_recorder(environ: Mapping[str, str]) -> tuple[type[Backend], Topolo
     choice = choose_backend(environ, None, grouped=False, find_topology=lambda: detect(environ))
     recorder = load_backend("file" if choice.backend in BY_TORCH else choice.backend)
     return recorder, choice.topology, read_settings(environ)
-
-
-def find_worlds(
-    settings: Settings, *, pids: Sequence[int] | None = None, path: str | None = None
-) -> tuple[Sequence[WorldReader], Sequence[str]]:
-    """Return readers of running worlds of this host, and the directories that may not be read.
-
-    With `pids`, of the worlds that these processes are ranks of. With `path`, of those in this
-    directory.
-
-    :raises BackendUnavailable: on a system where worlds cannot be read from outside.
-    """
-    try:
-        views: Any = importlib.import_module("syncprims.backends.views")
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"worlds cannot be read from outside here: {error}. The file and torch backends need "
-            f"Linux or macOS"
-        ) from error
-    found: tuple[Sequence[WorldReader], Sequence[str]] = views.find_worlds(
-        settings, pids=pids, path=path
-    )
-    return found
 
 
 def _choose_name(environ: Mapping[str, str], asked: str | None, grouped: bool) -> tuple[str, str]:

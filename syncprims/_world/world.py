@@ -13,6 +13,7 @@ import math
 import os
 import time
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from syncprims import errors
@@ -39,8 +40,6 @@ from .version import version
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncprims._protocol.trace_file import Recorder
-    from syncprims._protocol.traced_rounds import TracedRounds
     from syncprims.interface import Backend, Board, Settings, Topology
 
 #: Seconds after which a wait ends where the backend cannot distinguish a dead rank from a slow one.
@@ -73,12 +72,7 @@ class World:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._kept_boards: dict[tuple[int, ...], Board] = {}  # of closed groups
         self._named: list[Rounds] = []  # at boards of their own, beside those of groups
-        self._traced: list[TracedRounds] = []
-        self._recorder: Recorder | None = None
-        if settings.trace is not None:
-            from syncprims._protocol.trace_file import Recorder  # not before it is asked for
-
-            self._recorder = Recorder(settings.trace, settings.trace_limit, topology)
+        self._recorder: Any = None if settings.trace is None else _make_recorder(settings, topology)
         self._nodes: list[int] = []  # of each rank, known after the start
         self.timeout = settings.timeout  #: of a call that names none, in seconds
         if self.timeout is None and not backend.detects_death:
@@ -139,7 +133,7 @@ class World:
 
         def open_(sequence: RoundSequence) -> None:
             sequence.meet()
-            sequence.run_watched(self._backend.open_process_group, lambda: None)
+            sequence.run_watched(self._backend.open_process_group)
             sequence.meet()  # or one that leaves at once breaks what others still connect to
 
         RoundSequence.run(rounds, note, self.timeout, open_)
@@ -168,16 +162,31 @@ class World:
         board = kept or open_board(self._backend, members, name)
         # The first round of all ranks is the start, which no user has asked for.
         own = int(len(members) == self.world_size and not name)
-        facts = (
-            board, self.rank, self.settings, self._deadlocks, self._background, self.local_rank, own
-        )  # fmt: skip
-        if self._recorder is None:
-            return Rounds(*facts)
-        from syncprims._protocol.traced_rounds import TracedRounds
+        return Rounds(
+            board,
+            self.rank,
+            self.settings,
+            self._deadlocks,
+            self._background,
+            self.local_rank,
+            own,
+            self._recorder and self._recorder.observe(board, self.rank),
+        )
 
-        rounds = TracedRounds(self._recorder, *facts)
-        self._traced.append(rounds)
-        return rounds
+
+def _make_recorder(settings: Settings, topology: Topology) -> Any:
+    """Return what records all rounds, as ``SYNCPRIMS_TRACE`` asks.
+
+    :raises ConfigurationError: if this installation cannot trace.
+    """
+    try:
+        observer = import_module("syncprims.tracing.observer")  # not before it is asked for
+    except ImportError as error:
+        raise ConfigurationError(
+            f"SYNCPRIMS_TRACE={settings.trace} asks for a trace, and this installation cannot "
+            f"write one: {error}; install all of syncprims, or unset SYNCPRIMS_TRACE"
+        ) from error
+    return observer.WorldRecorder(settings.trace, settings.trace_limit, topology)
 
 
 def _group_closed(members: Sequence[int]) -> SyncError:
@@ -222,9 +231,7 @@ def _release(world: World, rounds: Rounds) -> None:
     """Forget rounds whose last one is over."""
     world._deadlocks.remove(rounds.board)
     if world._recorder is not None:
-        traced: Any = rounds
-        traced.end()
-        world._traced.remove(traced)
+        world._recorder.release(rounds.board)
 
 
 def background_of(world: World) -> Background:
@@ -267,14 +274,10 @@ def wait_any(
                 board.abort(errors.dump(found))
         return found is not None
 
-    for board in boards:
-        board.waits_any = call
     try:
-        return world._background.wait_any(boards, is_over, timeout) and found is None
+        return world._background.wait_any(boards, is_over, timeout, call) and found is None
     finally:
         deadlocks.end_wait()
-        for board in boards:
-            board.waits_any = ""
 
 
 def join_world(world: World) -> None:
@@ -395,11 +398,6 @@ def get_own_group(world: World) -> Group:
     return world._make_group([world.rank])
 
 
-def get_meeting_place(world: World) -> str:
-    """Return where the ranks find each other; empty if there is nothing to say."""
-    return world._backend.meeting_place
-
-
 def set_world_timeout(world: World, timeout: float) -> None:
     """Make `timeout`, in seconds, the default of every later call of every group."""
     world.timeout = timeout
@@ -421,7 +419,7 @@ def leave_world(world: World, error: BaseException | None) -> None:
     if world.settings.error_file is not None:
         _report_end(world.settings.error_file, failure)
     if world._recorder is not None:
-        world._recorder.leave(error, max(rounds.end() for rounds in world._traced))
+        world._recorder.leave(error)
     world._backend.close(failure)
 
 

@@ -75,6 +75,12 @@ def _option(name: str, meaning: str) -> Any:
     return property(read, write, doc=meaning)
 
 
+class _Trigger(syncprims.Trigger):
+    """A trigger that a true check clears."""
+
+    _stays = False
+
+
 class Accelerator(RankCalls, Checkpointing, Tracking):
     """One training job on this rank, with the names of Accelerate's object, on every backend.
 
@@ -146,7 +152,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         )
         self.preparation = Preparation(self.accumulator, device, options)
         self.dataloader_config = data
-        self._trigger = syncprims.Trigger("accelerator")
+        self._trigger = _Trigger("accelerator")
         self._start_saving(project_dir, project_config)
         self._start_tracking(log_with)
         self.state = state_of_job(self.accumulator, device)  #: this rank, under Accelerate's names

@@ -14,8 +14,8 @@ from torch import nn
 from syncprims import CollectiveMismatch, PeerLost, SyncTimeout, current, is_local_main, is_main
 from syncprims._world.world import get_own_group
 from syncprims.training import Accumulator, checkpoints, unwrap_model
-from syncprims.training.checkpoints import Registered, Saving
-from syncprims.training.checkpoints.coordination import Directory, coordinate
+from syncprims.training.checkpoints import Saving
+from syncprims.training.checkpoints.coordination import coordinate, directory_path
 from syncprims.training.checkpoints.stateful import state_of
 from syncprims.training.preparation import Preparation
 
@@ -48,6 +48,20 @@ def load_checkpoint_in_model(
     checkpoints.load_checkpoint_in_model(
         model, checkpoint, device_map, dtype, strict=strict, allow_links=allow_links
     )
+
+
+class Registered:
+    """A hook that is called until it is removed."""
+
+    def __init__(self, hooks: list[Any], hook: Callable[..., object]) -> None:
+        self._hooks = hooks
+        self._hook = hook
+        hooks.append(hook)
+
+    def remove(self) -> None:
+        """Stop calling the hook. A second call does nothing."""
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
 
 
 class _SavedWeights:
@@ -188,7 +202,7 @@ class Checkpointing:
         objects, models = self._stateful(), self._named_models()
         if not self._before_saving:
             return objects
-        path = Directory.of(directory).path
+        path = directory_path(directory)
         originals = [state_of(model) for model in models.values()]
 
         def call_hooks() -> list[Weights | None]:
@@ -205,13 +219,10 @@ class Checkpointing:
                 )
             return left
 
-        marks = coordinate(
+        own, marks = coordinate(
             f"save_state to {path}", call_hooks, lambda left: [w is not None for w in left]
         )
-        first_rank = marks.by_rank[0]
-        for name, mine, saved, original in zip(
-            models, marks.own, first_rank, originals, strict=True
-        ):
+        for name, mine, saved, original in zip(models, own, marks[0], originals, strict=True):
             if saved:
                 objects[name] = _SavedWeights(original if mine is None else mine)
             else:
@@ -224,7 +235,7 @@ class Checkpointing:
         :raises CheckpointError: on all ranks, if a hook raises on one.
         """
         objects, models = self._stateful(), self._named_models()
-        path, left = Directory.of(directory).path, list(models.values())
+        path, left = directory_path(directory), list(models.values())
 
         def call_hooks() -> None:
             for hook in list(self._before_loading):

@@ -25,11 +25,11 @@ from syncprims.training.checkpoints import (
     filesystem,
     load_checkpoint_in_model,
     load_state,
-    manifest,
     save_state,
 )
-from syncprims.training.checkpoints.coordination import Directory, Team, coordinate
+from syncprims.training.checkpoints.coordination import Team, coordinate, directory_path
 from syncprims.training.checkpoints.integrity import refusal
+from syncprims.training.checkpoints.states import MANIFEST, read_manifest
 from syncprims.training.rng import restore_cpu
 
 StateFiles = str | os.PathLike[str]
@@ -49,7 +49,7 @@ def save_alone(
 
     :raises CheckpointError: on this rank, if it cannot write its part.
     """
-    path = Directory.of(directory).path
+    path = directory_path(directory)
     filesystem.make_directory(path)  # the ranks' parts may come in any order
     with get_own_group(current()):
         common = objects()
@@ -60,7 +60,7 @@ def save_alone(
     for name in filesystem.names(path):
         if name.startswith("rank-") and filesystem.is_directory(f"{path}/{name}"):
             with contextlib.suppress(CheckpointError):
-                if manifest.read(f"{path}/{name}").step != mark:  # of an older state
+                if read_manifest(f"{path}/{name}").step != mark:  # of an older state
                     filesystem.remove_directory_or_log(f"{path}/{name}")
     return saving
 
@@ -76,12 +76,12 @@ def load_alone(
 
     :raises CheckpointError: on all ranks, as ``load_state``, but not for another number of ranks.
     """
-    where = Directory.of(directory)
-    path, doing = where.path, f"load_state from {where.path}"
-    Team.meet(doing, where)  # each rank has saved before
+    path = directory_path(directory)
+    doing = f"load_state from {path}"
+    Team.meet(doing, path)  # each rank has saved before
 
     def saved() -> tuple[int, int | None]:
-        state = manifest.read(path)
+        state = read_manifest(path)
         return len(state.ranks), state.step
 
     (count, mark), _ = coordinate(doing, saved)
@@ -98,14 +98,14 @@ def load_alone(
                 return True
             load_state(path, objects(), rng=False, strict=False)
             part = _part(path, get_rank())
-            if not filesystem.exists(f"{part}/{manifest.NAME}"):
+            if not filesystem.exists(f"{part}/{MANIFEST}"):
                 return False
-            if manifest.read(part).step != mark:
+            if read_manifest(part).step != mark:
                 return False
             load_state(part, {}, rank_objects=rank_objects)
             return True
 
-    complete = coordinate(doing, read).by_rank
+    _, complete = coordinate(doing, read)
     missing = [rank for rank, there in enumerate(complete) if not there]
     if missing:
         _warn(path, missing, "main saved it without them")
@@ -138,11 +138,11 @@ _NUMPY: Any = [
 
 def is_by_accelerate(directory: StateFiles) -> bool:
     """Return whether Accelerate has saved the state in a directory."""
-    path = Directory.of(directory).path
+    path = directory_path(directory)
     if not filesystem.is_directory(path):
         return False
     names = filesystem.names(path)
-    return manifest.NAME not in names and any(mark in names for mark in _MARKS)
+    return MANIFEST not in names and any(mark in names for mark in _MARKS)
 
 
 def load_accelerate_state(
@@ -161,7 +161,7 @@ def load_accelerate_state(
     :raises CheckpointError: on all ranks, naming the file, if one of another object is missing, or
         cannot be read. Objects before it have been loaded.
     """
-    path = Directory.of(directory).path
+    path = directory_path(directory)
     doing = f"load_state from {path}"
     Team.meet(doing)
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import Work
 
 from syncprims._data.arrays import raw
+from syncprims._data.limits import LARGE
 from syncprims._world.group import rounds_of
 from syncprims._world.world import background_of, close_rounds, open_rounds, wait_any
 from syncprims.errors import PeerLost, SyncError, dump
 from syncprims.interface import Label, Note
 
-from .tensors import OutputTensor, items_of
+from .tensors import OutputTensors, items_of
 from .torch_internals import BETWEEN, finished_work
 
 if TYPE_CHECKING:
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
     from syncprims._world.world import World
     from syncprims.interface import Window
 
-_INLINE = 1024  # bytes that travel in a note where there is a window
-_NOTE_LIMIT = 64 * 1024  # bytes of a piece where notes go through a store
 _MOST_NOTES = 4096
+_ENDED = frozenset(("lost", "failed", "finished"))  # states
 
 
 class Transfer:
@@ -76,10 +76,8 @@ class Channel:
         self._window: Window | None = board.window()
         # The cell of a round is free again after twice the depth of the board, as are these slots.
         self._slots = 2 * board.depth
-        if self._window is not None:
-            self.piece_size = len(self._window.memory) // self._slots
-        else:
-            self.piece_size = board.note_limit or 1 << 62
+        limit = board.note_limit or 1 << 62
+        self.piece_size = len(self._window.memory) // self._slots if self._window else limit
 
     def note_of(self, what: str) -> Note:
         """Return the note of a transfer that the user's line, on the stack now, has asked for."""
@@ -101,7 +99,7 @@ class Channel:
         transfer = Transfer(self, note, data)
         self._queue.append(transfer)
         self._timeout = timeout
-        self.rounds.board.promised += transfer.pieces
+        self.rounds.promised += transfer.pieces
         self.move()
         return transfer
 
@@ -132,30 +130,26 @@ class Channel:
     def has_unclaimed_note(self) -> bool:
         """Return whether the other rank has posted more than this rank has asked to receive."""
         board = self.rounds.board
-        return board.status(self._peer).rounds > board.posted + board.promised
+        return board.status(self._peer).rounds > board.posted + self.rounds.promised
 
     def has_ended(self) -> bool:
         """Return whether the other rank will post no more, or this board is broken."""
         board = self.rounds.board
-        return board.verdict() is not None or board.status(self._peer).state in (
-            "lost",
-            "failed",
-            "finished",
-        )
+        return board.verdict() is not None or board.status(self._peer).state in _ENDED
 
     def can_move(self) -> bool:
         """Return whether there is a step that needs no waiting."""
         return not self._moving and (self._can_post() or self._can_collect())
 
-    def move(self) -> bool:
-        """Take all steps of the queue that need no waiting, and return whether there were any."""
-        return self._move(collects=False)
+    def give_turn(self) -> None:
+        """Let the others go on, where one rank runs at a time."""
+        wait_any(self._world, [self.rounds], self.has_note, 0.0)
 
-    def take(self) -> None:
-        """Take all steps that need no waiting."""
-        self._move(collects=True)
+    def move(self, *, collects: bool = False) -> bool:
+        """Take all steps of the queue that need no waiting, and return whether there were any.
 
-    def _move(self, *, collects: bool) -> bool:
+        With `collects`, take also those of transfers that have left the queue.
+        """
         with self._background.lock:
             if self._moving:
                 return False
@@ -207,7 +201,7 @@ class Channel:
 
         def post() -> PendingRound:
             note = self._note_of(transfer, rounds.board.posted + 1)
-            rounds.board.promised -= 1
+            rounds.promised -= 1
             return rounds.post_deferred(note, self._timeout)
 
         self._under_way.append((transfer, rounds.atomic_call(label, post)))
@@ -223,7 +217,7 @@ class Channel:
         if not self.sends:
             return transfer.note
         piece = transfer.piece(transfer.posted)
-        if self._window is None or len(piece) <= _INLINE:
+        if self._window is None or len(piece) < LARGE:
             return Note(transfer.note.label, payload=bytes(piece)) if len(piece) else transfer.note
         self._slot(self._window, number, len(piece))[:] = piece
         self._window.fence()
@@ -242,7 +236,7 @@ class Channel:
             notes = rounds.collect_deferred(pending)
             if not self.sends:
                 room = transfer.piece(transfer.collected)
-                if self._window is None or len(room) <= _INLINE:
+                if self._window is None or len(room) < LARGE:
                     room[:] = notes[self._source].payload
                 else:
                     self._window.fence()
@@ -268,11 +262,15 @@ class PointToPoint:
         self._channels: dict[tuple[int, int, int], Channel] = {}
         self._from_any: set[_AnyReceive] = set()  # that no rank has sent to yet
         self._closed: Callable[[], SyncError] | None = None
-        self._to_self: dict[int, _SelfChannel] = {}
 
     def _channel(self, src: int, dst: int, tag: int) -> Channel:
-        """Return the channel between two group ranks."""
+        """Return the channel between two group ranks.
+
+        :raises ValueError: if they are one.
+        """
         self.check_open()
+        if src == dst:
+            raise ValueError(f"rank {src} of the group sends to itself: copy the tensor instead")
         channel = self._channels.get((src, dst, tag))
         if channel is None:
             a, b = self._ranks[src], self._ranks[dst]
@@ -284,41 +282,30 @@ class PointToPoint:
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, timeout: float | None) -> Any:
         """Send to the group rank `dst`."""
-        data = raw(items_of(tensor))
-        if dst == self.me:
-            self._self_channel(tag).sent.append(bytes(data))
-            return finished_work()
         channel = self._channel(self.me, dst, tag)
-        transfer = channel.add(channel.note_of(_describe(tensor)), data, timeout)
-        return finished_work() if transfer.done else _SendWork(self, transfer)
+        note = channel.note_of(_describe(tensor))
+        transfer = channel.add(note, raw(items_of(tensor)), timeout)
+        return finished_work() if transfer.done else _TransferWork(transfer)
 
     def receive(self, tensor: torch.Tensor, src: int, tag: int, timeout: float | None) -> Any:
         """Receive from the group rank `src`."""
-        if src == self.me:
-            return _SelfReceive(self._self_channel(tag), OutputTensor(tensor), tensor, src)
         channel = self._channel(src, self.me, tag)
-        return self.begin_receive(channel, channel.note_of(_describe(tensor)), tensor, src, timeout)
-
-    def begin_receive(
-        self, channel: Channel, note: Note, tensor: torch.Tensor, src: int, timeout: float | None
-    ) -> _ReceiveWork:
-        """Return the handle of a receive from the other rank of `channel`."""
-        place = OutputTensor(tensor)
-        transfer = channel.add(note, raw(place.items), timeout)
-        return _ReceiveWork(self, transfer, place, tensor, src)
+        return _begin_receive(channel, channel.note_of(_describe(tensor)), tensor, src, timeout)
 
     def receive_from_any(self, tensor: torch.Tensor, tag: int, timeout: float | None) -> Any:
-        """Receive from the first group rank that sends with this tag."""
+        """Receive from the first other group rank that sends with this tag.
+
+        :raises ValueError: if there is no other rank.
+        """
         others = [rank for rank in range(len(self._ranks)) if rank != self.me]
+        if not others:
+            raise ValueError("a group of one rank has nobody to receive from")
         channels = {rank: self._channel(rank, self.me, tag) for rank in others}
-        work = _AnyReceive(self, channels, self._self_channel(tag), tensor, timeout)
+        work = _AnyReceive(self, channels, tensor, timeout)
         self._from_any.add(work)
         if not work.move():
             self.background.keep(work, unfinished=True)
         return work
-
-    def _self_channel(self, tag: int) -> _SelfChannel:
-        return self._to_self.setdefault(tag, _SelfChannel())
 
     def close(self, why: Callable[[], SyncError]) -> None:
         """Make every later call raise ``why()``; what no rank can finish fails on the others."""
@@ -342,23 +329,6 @@ class PointToPoint:
         self._from_any.discard(work)
         self.background.keep(work, unfinished=False)
 
-    # -- waiting --------------------------------------------------------------------------------
-
-    def finish(self, transfer: Transfer, timeout: float | None) -> None:
-        """Return when a transfer is over; `timeout` is for each of its pieces."""
-        while not transfer.done:
-            transfer.channel.go_on(timeout)
-
-    def poll(self, transfer: Transfer) -> bool:
-        """Return whether a transfer is over, after all have gone on as far as they can."""
-        channel = transfer.channel
-        channel.take()
-        if not transfer.done:
-            # Where one rank runs at a time, the others get their turn.
-            self.wait([channel], channel.has_note, 0.0)
-            channel.take()
-        return transfer.done
-
     def wait(
         self, channels: Sequence[Channel], ready: Callable[[], bool], timeout: float | None
     ) -> None:
@@ -374,24 +344,36 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"{tensor.numel()} x {str(tensor.dtype)[6:]}"
 
 
+def _begin_receive(
+    channel: Channel, note: Note, tensor: torch.Tensor, src: int, timeout: float | None
+) -> _TransferWork:
+    """Return the handle of a receive from the other rank of `channel`."""
+    outputs = OutputTensors(tensor)
+    transfer = channel.add(note, raw(outputs.items[0]), timeout)
+    return _TransferWork(transfer, outputs, tensor, src)
+
+
 # -- handles ---------------------------------------------------------------------------------------
 
 
 class _TransferWork(Work):
     """The handle of a send, or of a receive into `tensor`, that may not be over."""
 
-    def __init__(self, tensor: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        transfer: Transfer | None,
+        outputs: OutputTensors | None = None,
+        tensor: torch.Tensor | None = None,
+        src: int | None = None,
+    ) -> None:
         super().__init__()
+        self._transfer, self._outputs = transfer, outputs
         self._received = [] if tensor is None else [tensor]
-        self._error: BaseException | None = None
+        self._src = src
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when it is over; without a timeout, that of the group holds."""
-        try:
-            self._finish(timeout.total_seconds() if timeout else None)
-        except SyncError as error:
-            self._error = error
-            raise
+        self._finish(timeout.total_seconds() if timeout else None)
         return True
 
     def synchronize(self) -> None:
@@ -399,15 +381,31 @@ class _TransferWork(Work):
         self.wait()
 
     def _finish(self, timeout: float | None) -> None:
-        raise NotImplementedError
+        """Return when it is over; `timeout` is for each of its pieces."""
+        transfer = self._transfer
+        while transfer is not None and not transfer.done:
+            transfer.channel.go_on(timeout)
+        self._fill()
 
-    def is_success(self) -> bool:
-        """Return whether it is over, without an error."""
-        return self.is_completed() and self._error is None
+    def _fill(self) -> None:
+        if self._outputs is not None:
+            self._outputs.finish()
+            self._outputs = None
 
-    def exception(self) -> BaseException | None:
-        """Return the error that it ended with, if it did."""
-        return self._error
+    def is_completed(self) -> bool:
+        """Return whether it is over, after all transfers have gone on as far as they can."""
+        transfer = self._transfer
+        if transfer is None:
+            return False
+        transfer.channel.move(collects=True)
+        if not transfer.done:
+            transfer.channel.give_turn()
+            transfer.channel.move(collects=True)
+        if transfer.done:
+            self._fill()
+        return transfer.done
+
+    is_success = is_completed
 
     def get_future(self) -> Future[Any]:
         """Return its future, when it is over."""
@@ -420,66 +418,16 @@ class _TransferWork(Work):
         return self._received
 
     def source_rank(self) -> int:
-        """Return the group rank that has sent it.
+        """Return the group rank that has sent it, when that is known.
 
         :raises ValueError: if it is a send.
         """
-        raise ValueError("the handle of a send has no source rank; ask the one of a receive")
-
-
-class _SendWork(_TransferWork):
-    """The handle of a send."""
-
-    def __init__(
-        self, owner: PointToPoint, transfer: Transfer, tensor: torch.Tensor | None = None
-    ) -> None:
-        super().__init__(tensor)
-        self._owner, self._transfer = owner, transfer
-
-    def _finish(self, timeout: float | None) -> None:
-        self._owner.finish(self._transfer, timeout)
-
-    def is_completed(self) -> bool:
-        """Return whether the tensor may be changed."""
-        return self._owner.poll(self._transfer)
-
-
-class _ReceiveWork(_SendWork):
-    """The handle of a receive."""
-
-    def __init__(
-        self,
-        owner: PointToPoint,
-        transfer: Transfer,
-        place: OutputTensor,
-        tensor: torch.Tensor,
-        src: int,
-    ) -> None:
-        super().__init__(owner, transfer, tensor)
-        self._place: OutputTensor | None = place
-        self._src = src
-
-    def _finish(self, timeout: float | None) -> None:
-        super()._finish(timeout)
-        self._take()
-
-    def _take(self) -> None:
-        if self._place is not None:
-            self._place.finish()
-            self._place = None
-
-    def is_completed(self) -> bool:
-        """Return whether the tensor is filled."""
-        if super().is_completed():
-            self._take()
-            return True
-        return False
-
-    def source_rank(self) -> int:
-        """Return the group rank that has sent it."""
+        if self._src is None:
+            raise ValueError("the handle of a send has no source rank; ask the one of a receive")
         return self._src
 
-    _source_rank = source_rank
+    def _source_rank(self) -> int:
+        return self.source_rank()
 
 
 class _AnyReceive(_TransferWork):
@@ -489,53 +437,45 @@ class _AnyReceive(_TransferWork):
         self,
         owner: PointToPoint,
         channels: dict[int, Channel],
-        own: _SelfChannel,
         tensor: torch.Tensor,
         timeout: float | None,
     ) -> None:
-        super().__init__(tensor)
-        self._owner, self._channels, self._own = owner, channels, own
+        super().__init__(None, None, tensor)
+        self._owner, self._channels = owner, channels
         self._tensor, self._timeout = tensor, timeout
         self._notes = {rank: one.note_of(_describe(tensor)) for rank, one in channels.items()}
-        self._work: _TransferWork | None = None  # the receive from the rank that has sent
 
     def can_move(self) -> bool:
         """Return whether a rank has sent."""
-        return self._work is None and self._find_sender() is not None
+        return self._transfer is None and self._find_sender() is not None
 
     def move(self) -> bool:
         """Receive from a rank that has sent, and return whether there was one."""
         with self._owner.background.lock:
-            src = None if self._work is not None else self._find_sender()
+            src = None if self._transfer is not None else self._find_sender()
             if src is not None:
                 self._receive_from(src, self._timeout)
             return src is not None
 
     def _find_sender(self) -> int | None:
-        if self._own.sent:
-            return self._owner.me
-        found = (rank for rank, one in self._channels.items() if one.has_unclaimed_note())
-        return next(found, None)
+        senders = (rank for rank, one in self._channels.items() if one.has_unclaimed_note())
+        return next(senders, None)
 
     def _receive_from(self, src: int, timeout: float | None) -> None:
-        owner, tensor = self._owner, self._tensor
-        if src == owner.me:
-            self._work = _SelfReceive(self._own, OutputTensor(tensor), tensor, src)
-        else:
-            note = self._notes[src]
-            self._work = owner.begin_receive(self._channels[src], note, tensor, src, timeout)
-        owner.forget(self)
+        work = _begin_receive(self._channels[src], self._notes[src], self._tensor, src, timeout)
+        self._transfer, self._outputs, self._src = work._transfer, work._outputs, src
+        self._owner.forget(self)
 
     def _finish(self, timeout: float | None) -> None:
         owner, channels = self._owner, [*self._channels.values()]
         limit = self._timeout if timeout is None else timeout
 
         def settled() -> bool:
-            begun = self._work is not None or self.can_move()
+            begun = self._transfer is not None or self.can_move()
             return begun or all(one.has_ended() for one in channels)
 
         begin = owner.now()
-        while self._work is None and not self.move():
+        while self._transfer is None and not self.move():
             owner.check_open()
             waited = owner.now() - begin
             ended = [rank for rank, one in self._channels.items() if one.has_ended()]
@@ -543,73 +483,21 @@ class _AnyReceive(_TransferWork):
                 owner.wait(channels, settled, None if limit is None else limit - waited)
             elif not self.move():  # a note may have come before the end
                 # This receive fails, and says what has become of one that could have sent.
-                src = next(iter(ended or self._channels), owner.me)
+                src = next(iter(ended or self._channels))
                 self._receive_from(src, None if limit is None else 0.001)
-        assert self._work is not None
-        self._work._finish(timeout)
+        super()._finish(timeout)
 
     def is_completed(self) -> bool:
         """Return whether the tensor is filled."""
-        if self._work is None and not self.move():
+        if self._transfer is None and not self.move():
             # Where one rank runs at a time, the others get their turn.
             self._owner.wait([*self._channels.values()], self.can_move, 0.0)
             self.move()
-        return self._work is not None and self._work.is_completed()
+        return super().is_completed()
+
+    is_success = is_completed
 
     def source_rank(self) -> int:
         """Return the group rank that has sent it, when it is over."""
         self.wait()
-        assert self._work is not None
-        return self._work.source_rank()
-
-    _source_rank = source_rank
-
-
-class _SelfChannel:
-    """What a rank has sent to itself with one tag."""
-
-    def __init__(self) -> None:
-        self.sent: deque[bytes] = deque()
-        self.receives: deque[_SelfReceive] = deque()
-
-
-class _SelfReceive(_TransferWork):
-    """The handle of a receive from this very rank."""
-
-    def __init__(
-        self, channel: _SelfChannel, place: OutputTensor, tensor: torch.Tensor, src: int
-    ) -> None:
-        super().__init__(tensor)
-        self._channel, self._place, self._src = channel, place, src
-        self._over = False
-        channel.receives.append(self)
-
-    def is_completed(self) -> bool:
-        """Return whether the tensor is filled."""
-        channel = self._channel
-        while channel.sent and channel.receives:
-            channel.receives.popleft()._fill(channel.sent.popleft())
-        return self._over
-
-    def _fill(self, data: bytes) -> None:
-        room = raw(self._place.items)
-        if len(room) != len(data):
-            raise ValueError(
-                f"a rank sends itself {len(data)} bytes, and receives into {len(room)}; give "
-                f"tensors of one size"
-            )
-        room[:] = data
-        self._place.finish()
-        self._over = True
-
-    def _finish(self, timeout: float | None) -> None:
-        if not self.is_completed():
-            raise ValueError(
-                "a rank waits to receive from itself what it has not sent: call isend() first"
-            )
-
-    def source_rank(self) -> int:
-        """Return this rank."""
-        return self._src
-
-    _source_rank = source_rank
+        return super().source_rank()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 
-from syncprims._data import buffers, objects
-from syncprims._data.transport import Operand
+from syncprims._data import values
+from syncprims._data.arrays import empty_array
+from syncprims._data.reduction import combine
 from syncprims._world.runtime import find_world
 from syncprims._world.world import close_rounds, open_rounds
-from syncprims.errors import RankMismatch, SyncError, WorldClosed, name_ranks
+from syncprims.errors import SyncError, WorldClosed, name_ranks
 
+from .exchange import exchange
 from .group_world import GroupWorld, join_group_world
 from .point_to_point import PointToPoint
-from .tensors import OutputTensor, describe, items_of
+from .tensors import OutputTensors, describe, items_of
 from .torch_internals import (
     BETWEEN,
     NAME,
@@ -31,7 +33,7 @@ from .torch_internals import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from syncprims.interface import Note
 
@@ -70,20 +72,61 @@ def _count(world: Any, key: tuple[tuple[int, ...], str]) -> int:
     return counts[key] - 1
 
 
-def _recorded(title: str, argument: int = 0) -> Callable[[M], M]:
-    """Show a method to the profilers of torch, with the shapes of one of its arguments.
+class _Options(NamedTuple):
+    """What a call says beside its tensors."""
 
-    The compiler of torch does not trace it.
+    op: Any
+    root: Any
+    timeout: Any
+
+    @classmethod
+    def of(cls, given: Iterable[Any]) -> _Options:
+        """Return what c10d gives: objects with options, or single values, in any order."""
+        op = root = timeout = None
+        for value in given:
+            if isinstance(value, timedelta):
+                timeout = value
+            elif isinstance(value, int):
+                root = value
+            elif hasattr(value, "timeout"):
+                op, root = getattr(value, "reduceOp", op), getattr(value, "rootRank", root)
+                timeout = timeout or value.timeout
+            elif value is not None:
+                op = value
+        return cls(dist.ReduceOp.SUM if op is None else op, root, timeout)
+
+
+def _collective(title: str, tensors: int = 1, shown: int = 0) -> Callable[[M], M]:
+    """Make a method of ``(options, *arguments)`` that of a collective, which returns its `Work`.
+
+    The first arguments, so many as `tensors`, are given as they are. Profilers see the method with
+    the shapes of argument number `shown`.
     """
+
+    def decorate(method: M) -> M:
+        @_recorded(title, shown)
+        @functools.wraps(method)
+        def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
+            options = _Options.of((*args[tensors:], *named.values()))
+            method(self, options, *args[:tensors])
+            return finished_work(_listed(args[0]) if tensors else None)
+
+        return cast("M", call)
+
+    return decorate
+
+
+def _recorded(title: str, shown: int = 0) -> Callable[[M], M]:
+    """Show a method to the profilers of torch; the compiler of torch does not trace it."""
 
     def decorate(method: M) -> M:
         @keep_from_compiler
         @functools.wraps(method)
-        def call(self: SyncProcessGroup, *args: Any, **options: Any) -> Any:
+        def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
             if not is_profiling():
-                return method(self, *args, **options)
-            with recorded(f"{self.served_as}:{title}", _flattened(args[argument])):
-                return method(self, *args, **options)
+                return method(self, *args, **named)
+            with recorded(f"{self.served_as}:{title}", _flattened([*args[shown : shown + 1]])):
+                return method(self, *args, **named)
 
         return cast("M", call)
 
@@ -103,16 +146,15 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         super().__init__(options.group_rank, len(ranks))
         self._home = home
         self._ranks = ranks  # world ranks, by group rank
-        self._name = str(options.group_id)
-        self._description = "undefined"
+        self.group_name = str(options.group_id)
         self.served_as = NAME
         self._store = options.store
         members = tuple(sorted(ranks))
         self._me = options.group_rank
         self._index_of = [members.index(rank) for rank in ranks]  # by group rank: on the board
         self._in_order = self._index_of == list(range(len(ranks)))
-        earlier = _count(home.world, (members, self._name))
-        board = f"group {self._name}" + (f" again {earlier}" if earlier else "")
+        earlier = _count(home.world, (members, self.group_name))
+        board = f"group {self.group_name}" + (f" again {earlier}" if earlier else "")
         self._rounds = open_rounds(home.world, members, board, BETWEEN)
         self._point_to_point = PointToPoint(home.world, board, ranks, options.group_rank)
         self._left = False
@@ -120,7 +162,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self.set_timeout(options.timeout)
 
     def __repr__(self) -> str:
-        return f"<syncprims process group {self._name!r} of ranks {self._ranks}>"
+        return f"<syncprims process group {self.group_name!r} of ranks {self._ranks}>"
 
     # -- what torch asks about a group ----------------------------------------------------------
 
@@ -137,35 +179,24 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Serve a program that has asked for the backend `name`: its profilers show that."""
         self.served_as = name
 
+    #: What torch has called the group, and what the program has. They hide properties of C++.
+    group_name, group_desc = "", "undefined"
+
     def getGroupName(self) -> str:
         """Return the name that torch has given to the group."""
-        return self._name
-
-    @property
-    def group_name(self) -> str:
-        """The name that torch has given to the group."""
-        return self._name
-
-    pg_name = group_name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    setGroupName = _set_group_name
-
-    @property
-    def group_desc(self) -> str:
-        """What the program has called the group."""
-        return self._description
+        return self.group_name
 
     def getGroupDesc(self) -> str:
         """Return what the program has called the group."""
-        return self._description
+        return self.group_desc
+
+    def _set_group_name(self, name: str) -> None:
+        self.group_name = name
 
     def _set_group_desc(self, description: str) -> None:
-        self._description = description
+        self.group_desc = description
 
-    setGroupDesc = _set_group_desc
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
 
     @property
     def _device_types(self) -> list[Any]:
@@ -200,7 +231,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         world, rounds = self._home.world, self._rounds
         if find_world() is world and not self._left:
             self._left = True
-            why = functools.partial(_destroyed, self._name, self._ranks)
+            why = functools.partial(_destroyed, self.group_name, self._ranks)
             self._point_to_point.close(why)
             close_rounds(world, rounds, why)
         self._home.end()
@@ -224,14 +255,13 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         torch say nothing, either.
         """
         seconds = timeout.total_seconds()
-        if seconds <= 0 or (self._rounds.board.posts_alone and timeout in default_timeouts()):
+        if seconds <= 0 or (self._rounds.board.observed and timeout in default_timeouts()):
             return None
         return seconds
 
-    def _limit(self, options: Any, timeout: timedelta | None = None) -> float | None:
-        """Return the timeout of one call, which its options or an argument give."""
-        given = getattr(options, "timeout", options) if timeout is None else timeout
-        seconds = self._seconds(given) if isinstance(given, timedelta) else None
+    def _limit(self, options: _Options) -> float | None:
+        """Return the timeout of one call, by default that of the group."""
+        seconds = None if options.timeout is None else self._seconds(options.timeout)
         return self._timeout if seconds is None else seconds
 
     def _note(
@@ -261,12 +291,10 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         These are group ranks, by default all.
         """
-        if len(each) != len(self._ranks):
-            self._refuse(
-                note,
-                f"the number of tensors given is {len(each)}, and the group has "
-                f"{len(self._ranks)} ranks; give one for each",
-            )
+        count = len(self._ranks)
+        if len(each) != count:
+            given = f"the number of tensors given is {len(each)}, and the group has {count} ranks"
+            self._refuse(note, f"{given}; give one for each")
         for rank, other in enumerate(each):
             sized = of_size is None or rank in of_size
             if other.dtype != one.dtype or (sized and other.numel() != one.numel()):
@@ -277,21 +305,24 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                     f"{'size and dtype' if sized else 'dtype'}",
                 )
 
-    def _check_op(self, note: Note, op: str, tensor: torch.Tensor) -> None:
-        """Accept an operation that can reduce the items of `tensor`."""
-        if op in ("band", "bor", "bxor") and (tensor.is_floating_point() or tensor.is_complex()):
-            self._refuse(note, "it works on the bits of integers and bools; give tensors of those")
-
     def _check_whole(self, note: Note, part: torch.Tensor, whole: torch.Tensor) -> None:
         """Accept a tensor `whole` that is as large as one like `part` for each rank."""
         size = len(self._ranks) * part.numel()
         if (whole.numel(), whole.dtype) != (size, part.dtype):
-            self._refuse(
-                note,
-                f"the tensor of one rank is {describe([part])}, and that of all "
-                f"{len(self._ranks)} ranks is {describe([whole])}; give one of {size} items of "
-                f"that dtype",
-            )
+            shown = f"is {describe([part])}, and that of all ranks is {describe([whole])}"
+            why = f"the tensor of one rank {shown}; give one of {size} items of that dtype"
+            self._refuse(note, why)
+
+    def _op_for(self, note: Note, op: str, tensor: torch.Tensor) -> str:
+        """Return the reduction that keeps the dtype of `tensor`, as c10d does."""
+        if op in ("band", "bor", "bxor") and (tensor.is_floating_point() or tensor.is_complex()):
+            self._refuse(note, "it works on the bits of integers and bools; give tensors of those")
+        if op == "premul_sum":
+            return "sum"
+        if tensor.dtype is torch.bool:
+            return {"sum": "bor", "prod": "band"}.get(op, op)
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+        return "floor_mean" if op == "mean" and whole else op
 
     def _by_index(self, of_ranks: Sequence[Any]) -> Sequence[Any]:
         """Return what is in the order of group ranks in the order of the board."""
@@ -304,335 +335,206 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- collectives ----------------------------------------------------------------------------
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+    @_collective("barrier", 0)
+    def barrier(self, options: _Options) -> None:
         """Return when every member has come."""
-        self._rounds.meet(self._note("barrier"), self._limit(opts, timeout))
-        return finished_work()
+        self._rounds.meet(self._note("barrier"), self._limit(options))
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    @_collective("monitored_barrier", 0)
+    def monitored_barrier(self, options: _Options) -> None:
         """Return when every member has come; all missing ones are named in any case."""
-        limit = self._timeout if timeout is None else self._seconds(timeout)
-        self._rounds.meet(self._note("monitored_barrier"), limit)
+        self._rounds.meet(self._note("monitored_barrier"), self._limit(options))
 
-    @_recorded("all_reduce")
-    def allreduce(
-        self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, op: Any = None
-    ) -> Any:
+    @_collective("all_reduce")
+    def allreduce(self, options: _Options, tensors: Tensors) -> None:
         """Reduce each tensor in place."""
-        found = _listed(tensors)
-        op = _op(opts if op is None else op)
-        self._reduce("all_reduce", found, found, op, self._limit(opts, timeout))
-        return finished_work(found)
+        self._reduce("all_reduce", options, tensors, None)
 
-    @_recorded("all_reduce")
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        """Reduce all tensors in place, in one call."""
-        found = _listed(tensors)
-        self._reduce("all_reduce_coalesced", found, found, _op(opts), self._limit(opts))
-        return finished_work(found)
+    @_collective("all_reduce")
+    def allreduce_coalesced(self, options: _Options, tensors: Tensors) -> None:
+        """Reduce each tensor in place."""
+        self._reduce("all_reduce_coalesced", options, tensors, None)
 
-    @_recorded("reduce")
-    def reduce(
-        self,
-        tensors: Tensors,
-        opts: Any = None,
-        op: Any = None,
-        timeout: Any = None,
-        *,
-        root: int | None = None,
-    ) -> Any:
+    @_collective("reduce")
+    def reduce(self, options: _Options, tensors: Tensors) -> None:
         """Reduce each tensor into that of the root."""
-        found = _listed(tensors)
-        root = _root(opts, root)
-        op = _op(opts) if op is None else op
-        results = found if root == self._me else [one.detach().clone() for one in found]
-        self._reduce("reduce", found, results, op, self._limit(opts, timeout), root)
-        return finished_work(found)
+        self._reduce("reduce", options, tensors, options.root)
 
-    def _reduce(
-        self,
-        kind: str,
-        tensors: list[torch.Tensor],
-        results: list[torch.Tensor],
-        given: Any,
-        timeout: float | None,
-        root: int | None = None,
-    ) -> None:
-        op, factor = reduction_of(given)
-        sparse = any(one.is_sparse for one in tensors)
-        what = ("sparse " if sparse else "") + describe(tensors)
-        note = self._note(kind, what, root, op)
-        for one in tensors:
-            self._check_op(note, op, one)
-        if sparse:
-            self._reduce_sparse(note, tensors, op, timeout)
-            return
-        if op == "premul_sum":
-            op, tensors = "sum", [one.detach() * factor for one in tensors]
-        places = [OutputTensor(one) for one in results]
-        operands = [
-            Operand(items_of(one), place.items) for one, place in zip(tensors, places, strict=True)
-        ]
-        buffers.reduce(self._rounds, note, operands, op, timeout)
-        for place in places:
-            place.finish()
+    def _reduce(self, kind: str, options: _Options, tensors: Tensors, root: int | None) -> None:
+        op, factor = reduction_of(options.op)
+        for tensor in _listed(tensors):
+            what = ("sparse " if tensor.is_sparse else "") + describe([tensor])
+            note = self._note(kind, what, root, op)
+            plain = tensor.detach()
+            if op == "premul_sum":
+                plain = plain * factor
+            ours, limit = self._op_for(note, op, tensor), self._limit(options)
+            if tensor.is_sparse:
+                plain = plain.coalesce()
+                total = values.all_reduce(self._rounds, note, plain, ours, None, limit)
+                with torch.no_grad():  # a detached sparse tensor would keep its own indices
+                    tensor.copy_(total.coalesce())
+            elif root in (None, self._me):
+                with OutputTensors(tensor) as (out,):
+                    values.all_reduce(self._rounds, note, items_of(plain), ours, out, limit)
+            else:
+                values.all_reduce(self._rounds, note, items_of(plain), ours, None, limit)
 
-    def _reduce_sparse(
-        self, note: Note, tensors: list[torch.Tensor], op: str, timeout: float | None
-    ) -> None:
-        (tensor,) = tensors
-        total = objects.all_reduce(
-            self._rounds, note, tensor.detach().coalesce(), op, None, timeout
-        )
-        with torch.no_grad():  # a detached sparse tensor would keep its own indices
-            tensor.copy_(total.coalesce())
-
-    @_recorded("broadcast")
-    def broadcast(
-        self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, root: int | None = None
-    ) -> Any:
+    @_collective("broadcast")
+    def broadcast(self, options: _Options, tensors: Tensors) -> None:
         """Fill the tensors with those of the root."""
-        found = _listed(tensors)
-        root = _root(opts, root)
-        note = self._note("broadcast", describe(found), root)
-        sends = root == self._me
-        places = [] if sends else [OutputTensor(one) for one in found]
-        arrays = [items_of(one) for one in found] if sends else [one.items for one in places]
-        limit = self._limit(opts, timeout)
-        buffers.broadcast(self._rounds, note, arrays, self._index_of[root], limit)
-        for place in places:
-            place.finish()
-        return finished_work(found)
+        for tensor in _listed(tensors):
+            note = self._note("broadcast", describe([tensor]), options.root)
+            src, limit = self._ranks[options.root], self._limit(options)
+            if options.root == self._me:
+                values.broadcast(self._rounds, note, items_of(tensor), src, None, limit)
+            else:
+                with OutputTensors(tensor) as (out,):
+                    values.broadcast(self._rounds, note, None, src, out, limit)
 
-    @_recorded("all_gather", 1)
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+    @_collective("all_gather", 2, 1)
+    def allgather(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Fill the lists of outputs with the inputs of all members, by rank."""
-        pairs = _pairs(outputs, inputs)
-        for rooms, mine in pairs:
-            note = self._note("all_gather", describe([mine]))
-            self._gather(note, mine, rooms, self._limit(opts, timeout))
-        return finished_work(outputs)
+        for rooms, mine in _pairs(outputs, inputs):
+            self._gather(self._note("all_gather", describe([mine])), options, mine, rooms)
 
-    @_recorded("all_gather", 1)
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    @_collective("all_gather", 2, 1)
+    def allgather_coalesced(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Fill ``outputs[rank]`` with all inputs of that rank."""
         for number, mine in enumerate(inputs):
             note = self._note("all_gather_coalesced", describe([mine]))
             rooms = [of_rank[number] for of_rank in outputs if number < len(of_rank)]
-            self._gather(note, mine, rooms, self._limit(opts))
-        return finished_work(outputs)
+            self._gather(note, options, mine, rooms)
+
+    @_collective("gather", 2, 1)
+    def gather(self, options: _Options, outputs: Any, inputs: Any) -> None:
+        """Fill the outputs of the root with the inputs of all members."""
+        (mine,) = _listed(inputs)
+        note = self._note("gather", describe([mine]), options.root)
+        if options.root == self._me:
+            self._gather(note, options, mine, _nested(outputs))
+        else:
+            self._gather_items(note, options, mine, [None] * len(self._ranks))
 
     def _gather(
-        self,
-        note: Note,
-        mine: torch.Tensor,
-        rooms: Sequence[torch.Tensor] | None,
-        timeout: float | None,
+        self, note: Note, options: _Options, mine: torch.Tensor, outputs: Sequence[torch.Tensor]
     ) -> None:
-        count = len(self._ranks)
-        places: list[OutputTensor] = []
-        if rooms is not None:
-            self._check(note, mine, rooms)
-            places = [OutputTensor(room) for room in rooms]
-        items = [place.items for place in places] or [None] * count
-        buffers.gather(self._rounds, note, items_of(mine), self._by_index(items), timeout)
-        for place in places:
-            place.finish()
+        self._check(note, mine, outputs)
+        with OutputTensors(*outputs) as items:
+            self._gather_items(note, options, mine, items)
 
-    @_recorded("_all_gather_base", 1)
-    def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Any:
-        """Fill `output` with the inputs of all members, one after the other."""
-        note = self._note("all_gather_into_tensor", describe([mine]))
-        self._gather_single(note, output, mine, opts)
-        return finished_work([output])
+    def _gather_items(
+        self, note: Note, options: _Options, mine: torch.Tensor, outs: list[Any]
+    ) -> None:
+        limit = self._limit(options)
+        values.gather(self._rounds, note, items_of(mine), limit, self._by_index(outs))
 
-    @_recorded("_all_gather_base", 1)
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    @_collective("_all_gather_base", 2, 1)
+    def all_gather_single(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Fill each output with the inputs of all members, one after the other."""
-        for output, mine in zip(outputs, inputs, strict=True):
-            note = self._note("all_gather_into_tensor_coalesced", describe([mine]))
-            self._gather_single(note, output, mine, opts)
-        return finished_work(outputs)
+        for output, mine in zip(_listed(outputs), _listed(inputs), strict=True):
+            note = self._note("all_gather_into_tensor", describe([mine]))
+            self._check_whole(note, mine, output)
+            with OutputTensors(output) as (items,):
+                self._gather_items(note, options, mine, self._parts(items))
 
-    def _gather_single(
-        self, note: Note, output: torch.Tensor, mine: torch.Tensor, opts: Any
-    ) -> None:
-        self._check_whole(note, mine, output)
-        place, size = OutputTensor(output), mine.numel()
-        rooms = [place.items[k * size : (k + 1) * size] for k in range(len(self._ranks))]
-        buffers.gather(self._rounds, note, items_of(mine), self._by_index(rooms), self._limit(opts))
-        place.finish()
+    all_gather_single_coalesced = all_gather_single
 
-    @_recorded("gather", 1)
-    def gather(
-        self,
-        outputs: Any,
-        inputs: Any,
-        opts: Any = None,
-        timeout: Any = None,
-        *,
-        root: int | None = None,
-    ) -> Any:
-        """Fill the outputs of the root with the inputs of all members."""
-        root = _root(opts, root)
-        (mine,) = _listed(inputs)
-        note = self._note("gather", describe([mine]), root)
-        rooms = None if root != self._me else _nested(outputs)
-        self._gather(note, mine, rooms, self._limit(opts, timeout))
-        return finished_work(outputs)
+    def _parts(self, items: Any) -> list[Any]:
+        """Return the items of each rank, which all have the same number."""
+        size = len(items) // len(self._ranks)
+        return [items[k * size : (k + 1) * size] for k in range(len(self._ranks))]
 
-    @_recorded("scatter", 1)
-    def scatter(
-        self,
-        outputs: Any,
-        inputs: Any,
-        opts: Any = None,
-        timeout: Any = None,
-        *,
-        root: int | None = None,
-    ) -> Any:
+    @_collective("scatter", 2, 1)
+    def scatter(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Fill the output with the input that the root has for this rank."""
-        root = _root(opts, root)
         (output,) = _listed(outputs)
-        note = self._note("scatter", describe([output]), root)
-        parts: list[Any] = []
-        if root == self._me:
+        note = self._note("scatter", describe([output]), options.root)
+        nothing = items_of(output.new_empty(0))
+        rooms, parts = [[nothing] * len(self._ranks) for _ in range(2)]
+        if options.root == self._me:
             given = _nested(inputs)
             self._check(note, output, given)
             parts = [items_of(one) for one in given]
-        place = OutputTensor(output)
-        buffers.scatter(
-            self._rounds,
-            note,
-            self._by_index(parts) if parts else parts,
-            place.items,
-            self._index_of[root],
-            self._limit(opts, timeout),
-        )
-        place.finish()
-        return finished_work(outputs)
+        with OutputTensors(output) as (rooms[options.root],):
+            self._exchange(note, options, parts, rooms)
 
-    @_recorded("reduce_scatter", 1)
-    def reduce_scatter(
-        self,
-        outputs: Any,
-        inputs: Any,
-        opts: Any = None,
-        timeout: Any = None,
-        *,
-        op: Any = None,
-    ) -> Any:
+    @_collective("reduce_scatter", 2, 1)
+    def reduce_scatter(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Fill the outputs with the reduction of what all members have for this rank."""
-        op, factor = reduction_of(_op(opts if op is None else op))
-        limit = self._limit(opts, timeout)
+        op, factor = reduction_of(options.op)
         for parts, output in _pairs(inputs, outputs):
             note = self._note("reduce_scatter", describe(parts), None, op)
             self._check(note, output, parts, of_size=[self._me])
-            self._reduce_scatter(note, output, [items_of(i) for i in parts], op, factor, limit)
-        return finished_work(outputs)
+            parts = [items_of(one) for one in parts]
+            self._reduce_scatter(note, options, output, parts, op, factor)
 
-    @_recorded("_reduce_scatter_base", 1)
-    def reduce_scatter_single(
-        self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None
-    ) -> Any:
-        """Fill `output` with the reduction of the parts that all members have for this rank."""
-        self._reduce_scatter_single("reduce_scatter_tensor", output, mine, opts)
-        return finished_work([output])
-
-    @_recorded("_reduce_scatter_base", 1)
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    @_collective("_reduce_scatter_base", 2, 1)
+    def reduce_scatter_single(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Fill each output with the reduction of the parts that all members have for this rank."""
-        for output, mine in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_single("reduce_scatter_tensor_coalesced", output, mine, opts)
-        return finished_work(outputs)
+        op, factor = reduction_of(options.op)
+        for output, mine in zip(_listed(outputs), _listed(inputs), strict=True):
+            note = self._note("reduce_scatter_tensor", describe([mine]), None, op)
+            self._check_whole(note, output, mine)
+            parts = self._parts(items_of(mine))
+            self._reduce_scatter(note, options, output, parts, op, factor)
 
-    def _reduce_scatter_single(
-        self, kind: str, output: torch.Tensor, mine: torch.Tensor, opts: Any
-    ) -> None:
-        op, factor = reduction_of(_op(opts))
-        note = self._note(kind, describe([mine]), None, op)
-        self._check_whole(note, output, mine)
-        items, size = items_of(mine), output.numel()
-        parts = [items[k * size : (k + 1) * size] for k in range(len(self._ranks))]
-        self._reduce_scatter(note, output, parts, op, factor, self._limit(opts))
+    reduce_scatter_single_coalesced = reduce_scatter_single
 
     def _reduce_scatter(
         self,
         note: Note,
+        options: _Options,
         output: torch.Tensor,
         parts: list[Any],
         op: str,
         factor: Any,
-        timeout: float | None,
     ) -> None:
-        self._check_op(note, op, output)
-        place = OutputTensor(output)
         if op == "premul_sum":
-            op, parts = "sum", [part * factor for part in parts]
-        buffers.reduce_scatter(self._rounds, note, self._by_index(parts), place.items, op, timeout)
-        place.finish()
+            parts = [part * factor for part in parts]
+        op, own = self._op_for(note, op, output), parts[self._me]
+        rooms = [empty_array(own, len(own), own.dtype) for _ in parts]
+        self._exchange(note, options, parts, rooms)
+        with OutputTensors(output) as (out,):
+            combine(self._by_index(rooms), op, out)
 
     # -- all-to-all -----------------------------------------------------------------------------
 
-    @_recorded("all_to_all", 1)
+    @_collective("all_to_all", 4, 1)
     def all_to_all_single(
         self,
+        options: _Options,
         output: torch.Tensor,
         mine: torch.Tensor,
         output_sizes: Sequence[int] | None = None,
         input_sizes: Sequence[int] | None = None,
-        opts: Any = None,
-        *,
-        timeout: Any = None,
-    ) -> Any:
+    ) -> None:
         """Send the parts of `mine` to the members, and fill `output` with theirs."""
         note = self._note("all_to_all_single", str(mine.dtype)[6:])
         if output.dtype != mine.dtype:
             self._refuse(note, f"the output is of {str(output.dtype)[6:]}; give one of that dtype")
-        place, items = OutputTensor(output), items_of(mine)
-        try:
-            parts = _split(items, mine, input_sizes, len(self._ranks), "input")
-            rooms = _split(place.items, output, output_sizes, len(self._ranks), "output")
-        except ValueError as error:
-            self._refuse(note, str(error))
-        self._exchange(note, parts, rooms, self._limit(opts, timeout))
-        place.finish()
-        return finished_work([output])
+        with OutputTensors(output) as (items,):
+            try:
+                parts = _split(items_of(mine), mine, input_sizes, len(self._ranks), "input")
+                rooms = _split(items, output, output_sizes, len(self._ranks), "output")
+            except ValueError as error:
+                self._refuse(note, str(error))
+            self._exchange(note, options, parts, rooms)
 
-    @_recorded("all_to_all", 1)
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, *, timeout: Any = None) -> Any:
+    @_collective("all_to_all", 2, 1)
+    def alltoall(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Send the inputs to the members, and fill the outputs with theirs."""
         note = self._note("all_to_all", str(inputs[0].dtype)[6:])
         for tensors in inputs, outputs:
             self._check(note, inputs[0], tensors, of_size=())
-        places = [OutputTensor(one) for one in outputs]
-        rooms, limit = [one.items for one in places], self._limit(opts, timeout)
-        self._exchange(note, [items_of(i) for i in inputs], rooms, limit)
-        for place in places:
-            place.finish()
-        return finished_work(outputs)
+        with OutputTensors(*outputs) as rooms:
+            self._exchange(note, options, [items_of(one) for one in inputs], rooms)
 
     def _exchange(
-        self, note: Note, parts: Sequence[Any], rooms: Sequence[Any], timeout: float | None
+        self, note: Note, options: _Options, parts: Sequence[Any], rooms: Sequence[Any]
     ) -> None:
-        members, count = self._rounds.members, len(self._ranks)
-
-        def refuse(sizes: Sequence[Sequence[int]]) -> None:
-            for i, row in enumerate(sizes):
-                for j, other in enumerate(sizes):
-                    sent, room = row[j], other[count + i]
-                    if sent != room:
-                        raise RankMismatch(
-                            f"{note.label}: rank {members[i]} sends {sent} bytes to rank "
-                            f"{members[j]}, which has room for {room}; let the split sizes of both "
-                            f"agree",
-                            rank=self._rounds.rank,
-                            call=str(note.label),
-                            arrived=list(members),
-                        )
-
         parts, rooms = self._by_index(parts), self._by_index(rooms)
-        buffers.exchange(self._rounds, note, parts, rooms, refuse, timeout)
+        exchange(self._rounds, note, parts, rooms, self._limit(options))
 
     # -- point to point -------------------------------------------------------------------------
 
@@ -669,17 +571,6 @@ def _destroyed(name: str, ranks: Sequence[int]) -> SyncError:
         f"process group {name!r} of ranks {name_ranks(ranks)} is destroyed: make its calls before "
         f"destroy_process_group()"
     )
-
-
-def _op(given: Any) -> Any:
-    """Return the reduction of a call, which options or c10d's enumeration give; a sum if none."""
-    return getattr(given, "reduceOp", dist.ReduceOp.SUM if given is None else given)
-
-
-def _root(opts: Any, given: int | None) -> int:
-    """Return the root of a call, which its options or an argument give."""
-    root: int = given if given is not None else getattr(opts, "rootRank", opts)
-    return root
 
 
 def _listed(tensors: Any) -> list[Any]:

@@ -42,22 +42,33 @@ def items_of(tensor: torch.Tensor) -> Any:
     return flat(plain if plain.device.type == "cpu" else plain.cpu())
 
 
-class OutputTensor:
-    """A tensor that a collective fills: :attr:`items` first, in the host's memory.
+class OutputTensors:
+    """Tensors that a call fills: their :attr:`items` first, in the host's memory.
 
-    Autograd does not see the writing, as with torch's own backends.
+    As a context manager, it gives the items, and finishes unless there was an error. Autograd does
+    not see the writing, as with torch's own backends.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.data
-        plain = self._tensor
-        ready = plain.device.type == "cpu" and plain.is_contiguous()
-        self._elsewhere: torch.Tensor | None = None
-        if not ready or plain.is_conj() or plain.is_neg():
-            self._elsewhere = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
-        self.items: Any = flat(plain if self._elsewhere is None else self._elsewhere)
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.items: list[Any] = []
+        self._elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for tensor in tensors:
+            plain = tensor.data
+            ready = plain.device.type == "cpu" and plain.is_contiguous()
+            if not ready or plain.is_conj() or plain.is_neg():
+                room = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
+                self._elsewhere.append((plain, room))
+                plain = room
+            self.items.append(flat(plain))
 
     def finish(self) -> None:
-        """Copy the items to where the tensor is, if that is elsewhere."""
-        if self._elsewhere is not None:
-            self._tensor.copy_(self._elsewhere)
+        """Copy the items to tensors that are elsewhere, or not contiguous."""
+        for tensor, room in self._elsewhere:
+            tensor.copy_(room)
+
+    def __enter__(self) -> list[Any]:
+        return self.items
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self.finish()

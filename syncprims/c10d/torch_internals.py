@@ -13,8 +13,7 @@ import contextlib
 import functools
 import os
 import threading
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -78,16 +77,16 @@ def missing(name: str) -> BackendUnavailable:
     )
 
 
-def _find(owner: Any, name: str, where: str) -> Any:
+def _find(module: Any, name: str) -> Any:
     try:
-        return getattr(owner, name)
+        return getattr(module, name)
     except AttributeError:
-        raise missing(f"{where}.{name}") from None
+        raise missing(f"{module.__name__}.{name}") from None
 
 
 def c10d() -> Any:
     """Return the module that holds torch's registry of process groups."""
-    return _find(dist, "distributed_c10d", "torch.distributed")
+    return _find(dist, "distributed_c10d")
 
 
 def register_backend(create: Callable[..., Any]) -> None:
@@ -166,9 +165,7 @@ def finished_work(result: Any = None) -> Any:
 
     future: Future[Any] = Future()
     future.set_result(result)
-    return _find(_distributed_c10d, "_create_work_from_future", "torch._C._distributed_c10d")(
-        future
-    )
+    return _find(_distributed_c10d, "_create_work_from_future")(future)
 
 
 _REDUCTIONS = {
@@ -265,9 +262,7 @@ def default_timeouts() -> list[Any]:
 
     NCCL has one of its own, which is None in builds without it.
     """
-    where = "torch.distributed.distributed_c10d"
-    names = "default_pg_timeout", "default_pg_nccl_timeout"
-    return [_find(c10d(), name, where) for name in names]
+    return [_find(c10d(), f"default_pg_{of}timeout") for of in ("", "nccl_")]
 
 
 def find_backing_store(store: Any) -> Any:
@@ -284,8 +279,8 @@ def replace_group_maker() -> Callable[[], None]:
     (2.1 and newer), in which the group keeps the backend that the program has named.
     """
     module = c10d()
-    original = _find(module, "_new_process_group_helper", "torch.distributed.distributed_c10d")
-    _find(module, "_world", "torch.distributed.distributed_c10d")
+    original = _find(module, "_new_process_group_helper")
+    _find(module, "_world")
 
     def make(
         size: Any, rank: Any, ranks: Any, backend: Any, store: Any, name: Any, *args: Any, **kw: Any
@@ -301,9 +296,9 @@ def replace_group_maker() -> Callable[[], None]:
             tables.pg_backend_config[group] = str(module.BackendConfig(asked))
         return group, prefixed
 
-    module._new_process_group_helper = make
-    # Without NCCL there is none of NCCL, and a program that asks for it would be warned.
+    # A build without NCCL has no timeout of NCCL, and would warn a program that asks for NCCL.
     of_nccl = module.default_pg_nccl_timeout
+    module._new_process_group_helper = make
     module.default_pg_nccl_timeout = of_nccl or module.default_pg_timeout
 
     def undo() -> None:
@@ -336,7 +331,7 @@ def replaced_rendezvous(
     not say (2.0 and newer).
     """
     module = c10d()
-    original = _find(module, "rendezvous", "torch.distributed.distributed_c10d")
+    original = _find(module, "rendezvous")
 
     def meet(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
         yield rendezvous(url, rank, world_size)
@@ -370,7 +365,7 @@ def _class_of_tables() -> Any:
     def table(name: str) -> property:
         return property(lambda self: self.__dict__.setdefault(name, {}))
 
-    base = _find(c10d(), "_World", "torch.distributed.distributed_c10d")
+    base = _find(c10d(), "_World")
     return type("_RankTables", (base,), {name: table(name) for name in tables} | {"group_count": 0})
 
 
@@ -420,7 +415,7 @@ def _handlers_without_loss() -> dict[Any, Any]:
 
 def forget_group_names() -> None:
     """Forget the names of all groups of this thread; torch keeps them in C++ (2.2 and newer)."""
-    _find(c10d(), "_unregister_all_process_groups", "torch.distributed.distributed_c10d")()
+    _find(c10d(), "_unregister_all_process_groups")()
 
 
 _isolating: list[object] = []  # a world may stand in a rank of another one
@@ -431,48 +426,27 @@ def threads_as_processes() -> Generator[None]:
     """Within the block, torch keeps for each thread what it keeps in C++ for a process.
 
     That is the registry in which functional collectives find their group by its name
-    (`_set_thread_isolation_mode`, 2.6 and newer). Profilers record nothing: torch crashes if
-    several threads of a process have a session.
+    (`_set_thread_isolation_mode`, 2.6 and newer). A profiler raises: torch crashes if several
+    threads of a process have one.
     """
     from torch._C import _distributed_c10d
 
-    isolate = _find(_distributed_c10d, "_set_thread_isolation_mode", "torch._C._distributed_c10d")
-    methods = _methods_without_session()
-    kept = {(cls, name): vars(cls)[name] for cls, name in methods if name in vars(cls)}
+    isolate = _find(_distributed_c10d, "_set_thread_isolation_mode")
+    profile: Any = torch.autograd.profiler.profile
+    prepare = profile._prepare_trace
     _isolating.append(isolate)
     isolate(True)
-    for cls, name in kept:
-        setattr(cls, name, methods[cls, name])
+    profile._prepare_trace = _refuse_profiler
     try:
         yield
     finally:
-        for (cls, name), method in kept.items():
-            setattr(cls, name, method)
+        profile._prepare_trace = prepare
         _isolating.pop()
         isolate(bool(_isolating))
 
 
-def _methods_without_session() -> dict[tuple[type, str], Callable[..., Any]]:
-    """Return what methods do in place of beginning, ending or reading the session of a profiler."""
-    import torch.profiler.profiler
-
-    profiler: Any = torch.profiler.profiler
-
-    def return_self(profile: Any) -> Any:
-        return profile
-
-    def do_nothing(*_: Any, **__: Any) -> None:
-        pass
-
-    def export_nothing(profile: Any, path: str, *_: Any, **__: Any) -> None:
-        Path(path).write_text('{"traceEvents": []}')
-
-    session: Any = torch.autograd.profiler.profile
-    return {
-        (session, "__enter__"): return_self,
-        (session, "__exit__"): do_nothing,
-        (session, "_prepare_trace"): do_nothing,
-        (session, "_start_trace"): do_nothing,
-        (session, "export_chrome_trace"): export_nothing,
-        (profiler._KinetoProfile, "add_metadata_json"): do_nothing,
-    }
+def _refuse_profiler(profiler: object) -> NoReturn:
+    raise RuntimeError(
+        "torch cannot profile several threads of one process: profile in a world of processes, "
+        "kind='processes'"
+    )

@@ -11,17 +11,13 @@ from typing import Any
 from syncprims._world.version import version
 from syncprims.errors import SyncError
 
-from . import completion, config, env, run, trace, who
+from . import config, env, run, trace, who
 from .console import CommandParser
 
-#: In the order of ``--help``. A command is a module with `add_arguments`, `run` and `HELP`: a
-#: description, whose first line is the summary, and what comes after the flags.
-COMMANDS = (run, who, config, env, trace, completion)
-
-EPILOG = """\
-`syncprims COMMAND --help` says more about each. Also: python -m syncprims.
-
-environment: SYNCPRIMS_BACKEND, SYNCPRIMS_TIMEOUT, ... as `syncprims env` shows them; NO_COLOR."""
+#: In the order of ``--help``. A command is a module with `add_arguments` and `run`. Its docstring
+#: is its help: a summary, a paragraph, and what comes after the flags.
+COMMANDS = (run, who, config, env, trace)
+_NO_HELP = "There is no help under python -OO.\n\n\n\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,16 +60,20 @@ def parser() -> CommandParser:
     root = CommandParser(
         prog="syncprims",
         description="Synchronization primitives for distributed training scripts.",
-        epilog=EPILOG,
+        epilog="`syncprims COMMAND --help` says more about each. Also: python -m syncprims.\n"
+        "`syncprims env` shows the variables that are read; NO_COLOR turns colours off.",
     )
     root.add_argument("--version", action="version", version=f"syncprims {version()}")
     commands = root.add_subparsers(metavar="COMMAND", title="commands", required=True)
-    root.set_defaults(parser=root, commands=commands.choices)
     for module in COMMANDS:
         name = module.__name__.rpartition(".")[2]
-        description, _, epilog = module.HELP.partition("\n\n")
-        summary = description[0].lower() + description[1:].partition("\n")[0].rstrip(".")
-        command = commands.add_parser(name, help=summary, description=description, epilog=epilog)
+        summary, about, epilog = (module.__doc__ or _NO_HELP).split("\n\n", 2)
+        command = commands.add_parser(
+            name,
+            help=summary[0].lower() + summary[1:].rstrip("."),
+            description=f"{summary}\n{about}",
+            epilog=epilog,
+        )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return root

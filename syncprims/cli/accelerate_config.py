@@ -14,30 +14,32 @@ _SHARDED = (
     "syncprims trains by plain data parallelism and shards no model; keep torch's own FSDP or "
     "DeepSpeed in the script, with syncprims for what is around it, and start it without this"
 )
-_TORCHRUN = "it is torchrun's: start the script by torchrun, which syncprims works under"
 _XLA = "there is no TPU backend"
 
 #: Flags and file keys of accelerate without an equivalent, with the reason and what to do instead.
 #: A name that ends with ``_`` is a prefix.
-REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("use_deepspeed", "deepspeed_", "zero_stage", "zero3_", "offload_"), _SHARDED),
-    (("use_fsdp", "fsdp_", "use_megatron_lm", "megatron_lm_"), _SHARDED),
-    (("use_parallelism_config", "parallelism_config", "parallelism_config_"), _SHARDED),
-    (("dynamo_",), "write `model = torch.compile(model)` in the script"),
-    (("fp8_",), "mixed precision is no, bf16 or fp16 here"),
+REFUSED = (
+    ("use_fsdp fsdp_ use_deepspeed deepspeed_ zero_stage zero3_ offload_", _SHARDED),
+    ("use_megatron_lm megatron_lm_ use_parallelism_config parallelism_config_", _SHARDED),
+    ("parallelism_config", _SHARDED),
+    ("dynamo_", "write `model = torch.compile(model)` in the script"),
+    ("fp8_", "mixed precision is no, bf16 or fp16 here"),
     (
-        ("gradient_accumulation_steps",),
+        "gradient_accumulation_steps",
         "it belongs to the script: Accelerator(gradient_accumulation_steps=N), or Accumulator(N)",
     ),
-    (("gradient_clipping",), "it belongs to the script: clip_grad_norm_(parameters, N)"),
-    (("tpu", "tpu_", "no_tpu_cluster", "vm", "downcast_bf16"), _XLA),
-    (("use_xpu", "ipex_"), "choose the device in the script"),
-    (("aws_",), "there is no SageMaker launcher; run `syncprims run` in the job itself"),
-    (("mpirun_",), "start the ranks by mpirun itself: its variables are understood"),
-    (("enable_cpu_affinity",), "bind the ranks by taskset, numactl or torchrun's --numa-binding"),
-    (("no_python",), "the script is a Python script, or with -m a module"),
-    (("env",), "set the variable before the command: NAME=VALUE syncprims run ..."),
-    (("tee", "t", "log_dir", "role", "rdzv_conf", "monitor_interval"), _TORCHRUN),
+    ("gradient_clipping", "it belongs to the script: clip_grad_norm_(parameters, N)"),
+    ("tpu tpu_ no_tpu_cluster vm downcast_bf16", _XLA),
+    ("use_xpu ipex_", "choose the device in the script"),
+    ("aws_", "there is no SageMaker launcher; run `syncprims run` in the job itself"),
+    ("mpirun_", "start the ranks by mpirun itself: its variables are understood"),
+    ("enable_cpu_affinity", "bind the ranks by taskset, numactl or torchrun's --numa-binding"),
+    ("no_python", "the script is a Python script, or with -m a module"),
+    ("env", "set the variable before the command: NAME=VALUE syncprims run ..."),
+    (
+        "tee t log_dir role rdzv_conf monitor_interval",
+        "it is torchrun's: start the script by torchrun, which syncprims works under",
+    ),
 )
 
 #: Values by which accelerate's flags and files turn a thing off.
@@ -54,9 +56,10 @@ _PLAIN_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 def refusal(key: str) -> str:
     """Return why `key` has no equivalent and what to do instead; empty if it is unknown."""
-    for family, answer in REFUSED:
-        if any(key == name or (name.endswith("_") and key.startswith(name)) for name in family):
-            return answer
+    for names, answer in REFUSED:
+        for name in names.split():
+            if key == name or (name.endswith("_") and key.startswith(name)):
+                return answer
     return ""
 
 
@@ -71,64 +74,13 @@ def _no_equivalent(what: str, why: str) -> ConfigurationError:
     return ConfigurationError(f"{what} has no equivalent here: {why}")
 
 
-# -- the command line --------------------------------------------------------------------------
-
-
-#: For every flag the one that the parser knows, and what its value is called; None: it takes none.
-_FLAGS: dict[str, tuple[str, str | None]] = {
-    **dict.fromkeys(("-h", "--help"), ("--help", None)),
-    **dict.fromkeys(("--config", "--config-file"), ("--config", "FILE")),
-    **{
-        name: (option.flag, option.metavar)
-        for option in FLAG_OPTIONS
-        for name in (option.flag, *option.also, *option.short)
-    },
-}
-
-
-def translate(
-    line: Sequence[str], more: Mapping[str, tuple[str, str | None]] | None = None
-) -> list[str]:
-    """Return a command line of ``syncprims run`` with its flags in our own spelling.
-
-    Long flags may be written with ``_`` for ``-``, as in accelerate. The script's own arguments are
-    not changed. `more` has flags that are known beside those of a run.
-
-    :raises ConfigurationError: for a flag without an equivalent, with what to do instead, and for
-        an unknown one, with the nearest.
-    """
-    known = {**_FLAGS, **(more or {})}
-    translated: list[str] = []
-    rest = list(line)
-    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
-        written = rest.pop(0)
-        if written.startswith("--"):
-            name, equals, value = written.partition("=")
-            name = name.replace("_", "-")
-        else:  # -n4
-            name, value = written[:2], written[2:].removeprefix("=")
-            equals = "=" if written[2:] else ""
-        if name not in known:
-            if name == "--dynamo-backend" and (value or "".join(rest[:1])) in ("no", "NO"):
-                rest = rest[not equals :]
-                continue
-            flag = written.partition("=")[0]
-            if why := refusal(name.lstrip("-").replace("-", "_")):
-                raise _no_equivalent(flag, why)
-            raise ConfigurationError(
-                f"there is no flag {flag}{suggest(name, list(known))} `syncprims run --help` has "
-                f"them all"
-            )
-        flag, metavar = known[name]
-        if metavar is None:
-            if equals:
-                raise ConfigurationError(f"{name} takes no value, and {written!r} gives it one")
-            translated.append(flag)
-        elif equals or rest:
-            translated.append(f"{flag}={value if equals else rest.pop(0)}")
-        else:
-            raise ConfigurationError(f"{name} needs a value: {name} {metavar}")
-    return translated + rest
+def explain_flag(written: str) -> ConfigurationError:
+    """Return the error for a flag that `syncprims run` does not have."""
+    flag = written.partition("=")[0]
+    if why := refusal(flag.lstrip("-").replace("-", "_")):
+        return _no_equivalent(flag, why)
+    hint = suggest(flag.replace("_", "-"), [option.flag for option in FLAG_OPTIONS])
+    return ConfigurationError(f"there is no flag {flag}{hint} `syncprims run --help` has them all")
 
 
 # -- the file ----------------------------------------------------------------------------------

@@ -1,36 +1,32 @@
-"""The command that writes a file for `syncprims run --config`."""
+"""Write a file that says what `syncprims run` starts, for its flag --config.
+
+The file has every key, with a comment. The keys of the given flags are set in it.
+
+examples:
+  syncprims config                                    run.yaml, in which nothing is set yet
+  syncprims config -n 4 --mixed-precision bf16 train.py --lr 0.1
+  syncprims config -o run.toml -n 4 train.py          TOML: reading it needs no package
+  syncprims config --config default_config.yaml -n 4  from accelerate's file, as far as it maps
+
+All flags of `syncprims run` are taken. exit code: 0 if the file is written, else 2.
+"""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from syncprims._world.host import count_processors, find_visible_gpus
-from syncprims.errors import ConfigurationError
+from syncprims.errors import ConfigurationError, install
 
 from . import accelerate_config
 from .console import CommandParser
 from .options import ACCELERATE, BY_KEY, OPTIONS, add_options, plain_value, values_of
 
-HELP = """Write a file that says what `syncprims run` starts, for its flag --config.
-It is made from flags, or from questions on a terminal, and has every key, with a comment.
-
-examples:
-  syncprims config                                    on a terminal: asks, and writes run.yaml
-  syncprims config -n 4 --mixed-precision bf16 train.py --lr 0.1
-  syncprims config -o run.toml -n 4 train.py          TOML: reading it needs no package
-  syncprims config --config default_config.yaml -n 4  from accelerate's file, as far as it maps
-
-All flags of `syncprims run` are taken. exit code: 0 if the file is written, else 2."""
-
-_OUTPUT = "--output", "FILE"
-_OWN_FLAGS = {"-o": _OUTPUT, "--output": _OUTPUT, "--force": ("--force", None)}
 #: The module and its function that parse a file with this suffix; imported when it is read.
 _PARSERS = {
     ".yaml": ("yaml", "safe_load"),
@@ -38,27 +34,16 @@ _PARSERS = {
     ".toml": ("tomllib", "loads"),
     ".json": ("json", "loads"),
 }
-#: The questions on a terminal, by key.
-QUESTIONS = (
-    ("nodes", "How many machines"),
-    ("rendezvous", "Where they meet: an address of machine 0, and a free port there"),
-    ("ranks", "How many ranks on each machine"),
-    ("gpus", "CUDA devices (ids as 0,1, or all; empty: none)"),
-    ("mixed_precision", "Mixed precision (no, bf16 or fp16)"),
-    ("threads", "Threads of each rank (empty: the processors divided by the ranks)"),
-    ("script", "Script (empty: you name it when you start the run)"),
-)
 
 
 def add_arguments(parser: CommandParser) -> None:
     """Add the arguments of the command."""
-    parser.usage = "syncprims config [-o FILE] [--force] [flags of run] [SCRIPT [ARGS...]]"
-    parser.rewrite = functools.partial(accelerate_config.translate, more=_OWN_FLAGS)
+    parser.usage = "syncprims config [-o FILE] [flags of run] [SCRIPT [ARGS...]]"
+    parser.set_defaults(explain_flag=accelerate_config.explain_flag)
     parser.add_argument(
         "-o", "--output", metavar="FILE", default="run.yaml",
         help="*.yaml, *.toml, or - for the standard output (default: run.yaml)",
     )  # fmt: skip
-    parser.add_argument("--force", action="store_true", help="overwrite a file that exists")
     add_options(parser)
 
 
@@ -72,16 +57,6 @@ def run(options: argparse.Namespace) -> int:
             f"-o {script}, one to read with --config {script}"
         )
     values = {**(read(options.config) if options.config else {}), **flags}
-    if not values:
-        if not sys.stdin.isatty():
-            raise ConfigurationError(
-                "nothing to write: give flags, as in `syncprims config -n 4 train.py`, or run it "
-                "on a terminal, where it asks"
-            )
-        devices = find_visible_gpus(options.environ) or []
-        ranks = len(devices) or count_processors()
-        defaults: dict[str, Any] = {"nodes": 1, "ranks": ranks, "mixed_precision": "no"}
-        values = ask({**defaults, "gpus": tuple(devices) or None}, input)
     for note in accelerate_config.notes(values):
         print(f"syncprims config: {note}", file=sys.stderr)  # noqa: T201
     effective = {key: value for key, value in values.items() if not BY_KEY[key].note}
@@ -91,47 +66,17 @@ def run(options: argparse.Namespace) -> int:
     path = Path(options.output)
     text = render(effective, path.suffix)
     try:
-        with path.open("w" if options.force else "x", encoding="utf-8") as file:
+        with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         raise ConfigurationError(
-            f"{path} exists; name another file with -o, or write over it with --force"
+            f"{path} exists and is not overwritten; remove it, or name another file with -o"
         ) from None
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written: {error}") from error
     name = " train.py" if "script" not in effective else ""
     print(f"wrote {path}; start it with: syncprims run --config {path}{name}")  # noqa: T201
     return 0
-
-
-def ask(defaults: Mapping[str, Any], reply: Callable[[str], str]) -> dict[str, Any]:
-    """Ask each question until the answer is valid, and return the answers by key.
-
-    :raises ConfigurationError: at the end of the input.
-    """
-    values: dict[str, Any] = {}
-    for key, question in QUESTIONS:
-        if key == "rendezvous" and values["nodes"] == 1:
-            continue
-        default = defaults.get(key)
-        shown = "" if default is None else f" [{plain_value(key, default)}]"
-        while True:
-            try:
-                text = reply(f"{question}{shown}: ").strip()
-                if text:
-                    values[key] = BY_KEY[key].read(text)
-                elif default is not None:
-                    values[key] = default
-                elif key == "rendezvous":
-                    continue  # it has no default
-                break
-            except EOFError:
-                raise ConfigurationError(
-                    "the questions were not answered; nothing was written"
-                ) from None
-            except ValueError as error:
-                print(f"  {error}", file=sys.stderr)  # noqa: T201
-    return values
 
 
 # -- the file ----------------------------------------------------------------------------------
@@ -178,8 +123,7 @@ def _parse(path: Path) -> dict[str, Any]:
         values: object = getattr(importlib.import_module(module), function)(text)
     except ImportError:
         raise ConfigurationError(
-            f"{path}: reading YAML needs a package: pip install 'syncprims[config]'. "
-            f"A file *.toml needs none"
+            f"{path}: reading YAML needs a package: {install('config')}. A file *.toml needs none"
         ) from None
     except Exception as error:  # each parser raises errors of its own
         raise ConfigurationError(f"{path} is not valid {path.suffix[1:]}: {error}") from error

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TextIO
 
@@ -14,20 +13,24 @@ _CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
 class CommandParser(argparse.ArgumentParser):
     """A parser that takes whole flags only, so that a new flag never changes an old line's meaning.
 
-    `rewrite` changes a line before it is parsed.
+    A command whose defaults have `explain_flag` gets the error for an unknown flag from there.
     """
 
     def __init__(self, **options: Any) -> None:
         formatter: Any = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
         super().__init__(formatter_class=formatter, allow_abbrev=False, **options)
-        self.rewrite: Callable[[Sequence[str]], list[str]] = list
 
-    def parse_known_args(  # type: ignore[override] # pyright: ignore[reportIncompatibleMethodOverride]
+    def parse_args(  # type: ignore[override] # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse the rewritten line as argparse does."""
-        line = self.rewrite(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(line, namespace)
+    ) -> argparse.Namespace:
+        """Parse a command line; nothing in it may be unknown."""
+        options: argparse.Namespace
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown and hasattr(options, "explain_flag"):
+            raise options.explain_flag(unknown[0])
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where the help is, and exit with code 2."""
@@ -38,7 +41,9 @@ class Style:
     """Colours text if the stream is a terminal and ``NO_COLOR`` is not set."""
 
     def __init__(self, stream: TextIO, environ: Mapping[str, str]) -> None:
-        self.on = stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+        self.is_terminal = stream.isatty()
+        plain = environ.get("NO_COLOR") or environ.get("TERM") == "dumb"
+        self.on = self.is_terminal and not plain
 
     def __call__(self, kind: str, text: str) -> str:
         """Return `text` in this style: bold, red, green or yellow."""

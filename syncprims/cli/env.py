@@ -1,4 +1,9 @@
-"""The command that shows which world would start here, and why."""
+"""Show which world a program would start if it ran here, and why.
+
+Name the variables, set or not, that decide it. If they contradict each other, show the error.
+
+exit code: 0 if a world would start, 2 if starting it would be an error.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from syncprims._world.host import count_processors
+from syncprims._system.host import count_processors
 from syncprims._world.launchers import LAUNCHERS, explain, find_half_world
 from syncprims._world.registry import choose_backend
 from syncprims._world.settings import derive_store, find_misspelt, read_settings
@@ -22,11 +27,6 @@ from syncprims.errors import SyncError
 from syncprims.interface import UNKNOWN, Settings, Topology
 
 from .console import CommandParser, Style, table
-
-HELP = """Show which world a program would start if it ran here, and why.
-Name the variables, set or not, that decide it. If they contradict each other, show the error.
-
-exit code: 0 if a world would start, 2 if starting it would be an error."""
 
 #: Variables of ours and of others that we read, and what applies where they are not set.
 SETTINGS = (
@@ -48,7 +48,7 @@ SETTINGS = (
     ("CUDA_VISIBLE_DEVICES", "all devices"),
     ("XDG_RUNTIME_DIR", "shared memory"),
 )
-_NAMES = ["SYNCPRIMS_BACKEND", "SYNCPRIMS_LAUNCHER", *(name for name, _ in SETTINGS)]
+_DECIDING = (("SYNCPRIMS_BACKEND", "auto"), ("SYNCPRIMS_LAUNCHER", "found by its variables"))
 
 
 @dataclass
@@ -110,61 +110,56 @@ def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> lis
         lines = [style("bold", f"A world of one would start: backend {world.backend}.")]
         lines += [style("yellow", f"  But {world.half}.")] if world.half else []
     else:
-        first = (
-            f"Rank {topology.rank} of {topology.world_size} would start: backend {world.backend}"
-        )
-        lines = [style("bold", f"{first}, started by {topology.launcher}.")]
+        rank = f"Rank {topology.rank} of {topology.world_size}"
+        how = f"backend {world.backend}, started by {topology.launcher}"
+        lines = [style("bold", f"{rank} would start: {how}.")]
     rows: list[tuple[str, str, str]] = []
     if world.chosen_by:
         rows.append(("backend", world.backend or "auto", f"chosen by {world.chosen_by}"))
     if topology is not None:
-        known_by = "no launcher's variables are set"
-        if topology.launcher != "none":
-            launcher = next(one for one in LAUNCHERS if one.name == topology.launcher)
-            known_by = launcher.says(environ)
-        use = "the same on all ranks of one run"
-        if topology.run_id is None:
-            use = "no other rank to meet" if topology.world_size == 1 else "set SYNCPRIMS_RUN_ID"
-        rows += [
-            ("rank", f"{topology.rank} of {topology.world_size}", known_by),
-            (
-                "local rank",
-                _number(topology.local_rank, topology.local_world_size),
-                _hosts(topology),
-            ),
-            ("node", _number(topology.node_rank, topology.num_nodes), _hosts(topology)),
-            ("run id", topology.run_id or "none", use),
-        ]
+        rows += _place(topology, environ)
         if topology.world_size > 1 and world.settings is not None:
-            rows += [("store", *_store(world.settings, environ))]
+            rows.append(("store", *_store(world.settings, environ)))
+
+    def variables(*named: tuple[str, str]) -> list[str]:
+        values = [
+            f"= {environ[name]}" if environ.get(name) else f"not set: {default}"
+            for name, default in named
+        ]
+        return table([(name, value) for (name, _), value in zip(named, values, strict=True)])
+
     lines += ["", *table(rows)] if rows else []
-    lines += ["", style("bold", "The deciding variables")]
-    deciding = (("SYNCPRIMS_BACKEND", "auto"), ("SYNCPRIMS_LAUNCHER", "found by its variables"))
-    lines += table([(name, _shown(environ, name, default)) for name, default in deciding])
-    lines += _launchers(world, environ)
-    lines += ["", style("bold", "Settings")]
-    lines += table([(name, _shown(environ, name, default)) for name, default in SETTINGS])
+    lines += ["", style("bold", "The deciding variables"), *variables(*_DECIDING)]
+    lines.append("  launchers; if two differ, the one that started inside the other decides:")
+    lines += table(_launchers(world, environ), "    ")
+    lines += ["", style("bold", "Settings"), *variables(*SETTINGS)]
     if unknown := find_misspelt(environ):
         lines += ["", style("yellow", "Set, but never read")]
         lines += table([(n, f"did you mean {m}?" if m else "") for n, m in unknown.items()])
-    lines += ["", style("bold", "Here"), *table(list(_here().items()))]
-    return lines
+    return [*lines, "", style("bold", "Here"), *table([*_here().items()])]
 
 
-def _number(number: int, count: int) -> str:
-    known = ["not known" if n == UNKNOWN else str(n) for n in (number, count)]
-    return "not known" if number == count == UNKNOWN else " of ".join(known)
-
-
-def _hosts(topology: Topology) -> str:
-    if UNKNOWN in (
-        topology.local_rank,
-        topology.local_world_size,
-        topology.node_rank,
-        topology.num_nodes,
-    ):
-        return "known once the ranks have met: the launcher does not say all"
-    return "the launcher says so; once the ranks have met, it follows from who shares a host"
+def _place(topology: Topology, environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Return the rows about this process's place in the world."""
+    source = "no launcher's variables are set"
+    if topology.launcher != "none":
+        named = [launcher for launcher in LAUNCHERS if launcher.name == topology.launcher]
+        source = named[0].says(environ) if named else f"{topology.launcher} says so"
+    numbers = {
+        "local rank": (topology.local_rank, topology.local_world_size),
+        "node": (topology.node_rank, topology.num_nodes),
+    }
+    hosts = "the launcher says so; once the ranks have met, it follows from who shares a host"
+    if any(UNKNOWN in pair for pair in numbers.values()):
+        hosts = "known once the ranks have met: the launcher does not say all"
+    use = "the same on all ranks of one run"
+    if topology.run_id is None:
+        use = "no other rank to meet" if topology.world_size == 1 else "set SYNCPRIMS_RUN_ID"
+    rows = [("rank", f"{topology.rank} of {topology.world_size}", source)]
+    for name, pair in numbers.items():
+        known = ["not known" if number == UNKNOWN else str(number) for number in pair]
+        rows.append((name, " of ".join(dict.fromkeys(known) if UNKNOWN in pair else known), hosts))
+    return [*rows, ("run id", topology.run_id or "none", use)]
 
 
 def _store(settings: Settings, environ: Mapping[str, str]) -> tuple[str, str]:
@@ -176,31 +171,23 @@ def _store(settings: Settings, environ: Mapping[str, str]) -> tuple[str, str]:
     return ":".join(map(str, settings.store)), f"{' and '.join([*names, derived][:2])}; {served}"
 
 
-def _launchers(world: WorldPreview, environ: Mapping[str, str]) -> list[str]:
-    topology = world.topology
+def _launchers(world: WorldPreview, environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     rows: list[tuple[str, str, str]] = []
     for launcher in LAUNCHERS:
-        names = launcher.variables
-        found = [f"{name}={environ[name]}" for name in names if name in environ]
+        state = "is no step"  # SLURM's variables are in every shell of a job
         if launcher.name in world.roles:
             state = world.roles[launcher.name]
         elif not launcher.is_present(environ):
             state = "is unused"
-        elif topology is None:
+        elif world.topology is None:
             state = "is set"
         elif environ.get("SYNCPRIMS_LAUNCHER"):
             state = "does not count"
-        else:  # SLURM's variables are in every shell of a job, and PALS uses some of MPICH's
-            state = "is no step" if launcher.name == "SLURM" else "says no more"
-        absent = [name for name in names[:2] if name not in environ]
-        not_set = [f"{', '.join(absent)} not set"] if absent else []
-        rows.append((launcher.name, state, "; ".join([*found, *not_set])))
-    head = "  launchers; if two differ, the one that started inside the other decides:"
-    return [head, *table(rows, "    ")]
-
-
-def _shown(environ: Mapping[str, str], name: str, default: str) -> str:
-    return f"= {environ[name]}" if environ.get(name) else f"not set: {default}"
+        shown = [f"{name}={environ[name]}" for name in launcher.variables if name in environ]
+        if absent := [name for name in launcher.variables[:2] if name not in environ]:
+            shown.append(f"{', '.join(absent)} not set")
+        rows.append((launcher.name, state, "; ".join(shown)))
+    return rows
 
 
 def _here() -> dict[str, str]:
@@ -218,19 +205,20 @@ def _here() -> dict[str, str]:
 
 def as_json(world: WorldPreview, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the same for programs; a variable that is not set is null."""
-    names = [*_NAMES, *(name for launcher in LAUNCHERS for name in launcher.variables)]
-    error = world.error
-    settings = None if world.settings is None else world.settings._asdict()
-    if settings is not None:  # JSON has no infinite numbers
-        settings = {key: "inf" if value == math.inf else value for key, value in settings.items()}
+    names = [name for name, _ in (*_DECIDING, *SETTINGS)]
+    names += [name for launcher in LAUNCHERS for name in launcher.variables]
+    error, settings = world.error, world.settings and world.settings._asdict()
+    for key, value in (settings or {}).items():
+        if settings and value == math.inf:
+            settings[key] = "inf"  # JSON has no infinite numbers
     return {
         "backend": world.backend,
         "chosen_by": world.chosen_by,
-        "topology": world.topology._asdict() if world.topology is not None else None,
+        "topology": world.topology and world.topology._asdict(),
         "launchers": world.roles,
         "half_world": world.half or None,
         "settings": settings,
-        "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
+        "error": error and {"type": type(error).__name__, "message": str(error)},
         "variables": {name: environ.get(name) for name in dict.fromkeys(names)},
         "misspelt": find_misspelt(environ),
         "here": _here(),

@@ -24,13 +24,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from syncprims import errors
-from syncprims._world.host import free_port
-from syncprims._world.launchers import detect, make_rank_variables
-from syncprims._world.processes import (
+from syncprims._system.host import free_port
+from syncprims._system.processes import (
     adopt_orphans,
     die_with,
     end_processes,
@@ -38,6 +38,7 @@ from syncprims._world.processes import (
     leave_terminal,
     reap_children,
 )
+from syncprims._world.launchers import detect, make_rank_variables
 from syncprims._world.registry import find_end_recorder
 from syncprims._world.scratch import scratch_directory
 from syncprims.errors import ConfigurationError, SyncError, describe_exit
@@ -53,7 +54,8 @@ STOP_GRACE = 30.0  # between a signal to the launcher and SIGKILL
 _ONE_REQUEST = 0.2
 _POLL_INTERVAL = 0.02
 _REAP_EVERY = 1.0  # seconds
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ANSWERED = (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 #: Errors of a process that cannot be started since there are too many, of processes or of files.
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 _TAIL = 30  # lines of a failed rank's stderr to show again
@@ -66,94 +68,31 @@ def launch(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
 
     :raises OSError: if all ranks succeeded, and part of their output was lost.
     """
-    others = find_children()  # where this is called by a program with children of its own
+    launcher = _Launcher(plan, environ)
+    # In a launch that is a part of another one, the scratch directory is in that one's.
+    outer = Path(environ.get("SYNCPRIMS_ERROR_FILE") or "/none").parent
+    inside = outer.name.isdecimal() and os.access(outer, os.W_OK)
     with (
-        _received_signals() as received,
-        scratch_directory("run", _outer_scratch(environ)) as scratch,
+        _signals(launcher.take_signal),
+        scratch_directory("run", outer if inside else None) as scratch,
         _guard(scratch) as guard,
         _adopted_orphans(),
     ):
-        output = Output(sys.stdout, sys.stderr, received)
-        common = launch_environment(plan, environ)
-        common["SYNCPRIMS_RUN_ID"] = uuid.uuid4().hex
-        common["MASTER_ADDR"] = "127.0.0.1"
-        restart = 0
-        while True:
-            folder = scratch / str(restart)
-            folder.mkdir()
-            variables = {
-                "SYNCPRIMS_DIR": str(folder / "board"),
-                **common,
-                "SYNCPRIMS_RESTART": str(restart),
-                "TORCHELASTIC_RESTART_COUNT": str(restart),
-                "MASTER_PORT": str(free_port()),
-            }
-            run = _LaunchedRun(plan, variables, folder, received, output, guard, others)
-            with _answered_signals(run, output):
-                run.run()
-            if not run.failed or received or restart == plan.max_restarts:
-                break
-            run.report()
-            output.say(f"syncprims run: restart {restart + 1} of {plan.max_restarts}")
-            shutil.rmtree(folder, ignore_errors=True)
-            restart += 1
-        if run.failed:
-            return run.report()
-        return 128 + received[0] if received else _check_output(output)
-
-
-def _check_output(output: Output) -> int:
-    """Return 0; raise if something that the ranks wrote is lost."""
-    if output.error is not None:
-        why = f"the ranks ended well, and what they wrote is lost: {output.error.strerror}"
-        raise OSError(output.error.errno, why)
-    return 0
-
-
-def _outer_scratch(environ: Mapping[str, str]) -> Path | None:
-    """Return the scratch directory of the launch that this one is part of, if there is one."""
-    folder = Path(environ.get("SYNCPRIMS_ERROR_FILE") or "/none").parent
-    return folder if folder.name.isdecimal() and os.access(folder, os.W_OK) else None
+        return launcher.run(scratch, guard)
 
 
 @contextlib.contextmanager
-def _answered_signals(run: _LaunchedRun, output: Output) -> Generator[None]:
-    """Answer the signals that do not ask us to end; an ignored one stays ignored.
-
-    SIGQUIT, which Ctrl-Backslash sends, prints what the ranks do. Ranks get SIGUSR1 and SIGUSR2.
-    """
-
-    def answer(signum: int, _: object) -> None:
-        if signum == signal.SIGQUIT:
-            output.say(*describe_run(run.run_id))
-        else:
-            run.pass_on(signum)
-
-    answered = (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-    before = {signum: signal.getsignal(signum) for signum in answered}
+def _signals(take: Callable[[int], None]) -> Generator[None]:
+    """Hand signals to `take` during the block; an ignored one, as by nohup, stays ignored."""
+    before = {signum: signal.getsignal(signum) for signum in (*_STOPPING, *_ANSWERED)}
+    children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, they leave no exit status
     try:
-        for signum in answered:
-            if before[signum] is not signal.SIG_IGN:
-                signal.signal(signum, answer)
+        for signum, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(signum, lambda number, frame: take(number))
         yield
     finally:
-        for signum, old in before.items():
-            signal.signal(signum, old)
-
-
-@contextlib.contextmanager
-def _received_signals() -> Generator[list[int]]:
-    """Collect the signals that ask us to end; an ignored one, as by nohup, stays ignored."""
-    received: list[int] = []
-    before = {signum: signal.getsignal(signum) for signum in (*_SIGNALS, signal.SIGCHLD)}
-    try:
-        for signum in _SIGNALS:
-            if before[signum] is not signal.SIG_IGN:
-                signal.signal(signum, lambda number, frame: received.append(number))
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, children leave no exit status
-        yield received
-    finally:
-        for signum, handler in before.items():
+        for signum, handler in {**before, signal.SIGCHLD: children}.items():
             signal.signal(signum, handler)
 
 
@@ -168,6 +107,18 @@ def _adopted_orphans() -> Generator[None]:
 
 
 # -- the guard ----------------------------------------------------------------------------------
+
+
+class _Guard(NamedTuple):
+    """The guard, as the launcher sees it."""
+
+    pid: int
+    pipe: int
+
+    def send(self, word: str) -> None:
+        """Send it the pid of a started rank, a newline before a restart, or at the end a dot."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self.pipe, word.encode())
 
 
 @contextlib.contextmanager
@@ -196,7 +147,7 @@ def _guard(scratch: Path) -> Generator[_Guard]:
 def _stand_guard(reader: int, scratch: Path) -> None:
     """Wait for the end of the launcher; if it was killed, end what it has started."""
     os.setsid()  # no terminal
-    for signum in _SIGNALS:
+    for signum in (*_STOPPING, *_ANSWERED):
         signal.signal(signum, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):  # or those who wait for the end of the output would wait for this process
@@ -214,20 +165,7 @@ def _stand_guard(reader: int, scratch: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
 
 
-class _Guard:
-    """The guard, as the launcher sees it."""
-
-    def __init__(self, pid: int, pipe: int) -> None:
-        self.pid = pid
-        self._pipe = pipe
-
-    def send(self, word: str) -> None:
-        """Send it the pid of a started rank, a newline before a restart, or at the end a dot."""
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._pipe, word.encode())
-
-
-# -- one start of all ranks -----------------------------------------------------------------------
+# -- the ranks ------------------------------------------------------------------------------------
 
 
 class _RankProcess:
@@ -248,10 +186,10 @@ class _RankProcess:
         """
         if self.status is not None:
             return False
-        found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
+        end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is None:
             return False
-        self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        self.status = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         return True
 
     def send(self, signum: int) -> None:
@@ -275,58 +213,88 @@ def _prepare(parent: int) -> None:
     leave_terminal()
 
 
-class _LaunchedRun:
-    """The processes of all ranks, started once, and the thread that passes on their output."""
+class _Launcher:
+    """Starts all ranks, at most as often as the plan says, and watches them."""
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        variables: Mapping[str, str],
-        folder: Path,
-        received: list[int],
-        output: Output,
-        guard: _Guard,
-        others: set[int],
-    ) -> None:
-        self.failed: list[_RankProcess] = []  #: by themselves, in the order in which they ended
+    def __init__(self, plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         self._plan = plan
-        self._variables = variables
-        self._folder = folder
-        self._received = received
-        self._output = output
-        self._guard = guard
-        self._spare = {*others, guard.pid}  # processes that are no part of the run
+        self._variables = {
+            **launch_environment(plan, environ),
+            "SYNCPRIMS_RUN_ID": uuid.uuid4().hex,
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        self._directory = self._variables.get("SYNCPRIMS_DIR")
+        self._received: list[int] = []  # signals that ask us to end
+        self._output = Output(sys.stdout, sys.stderr, self._received)
+        self._spare = find_children()  # of the program that calls this: no part of the run
+        # Of the present start:
         self._ranks: list[_RankProcess] = []
-        self._sources: list[Source] = []
+        self._failed: list[_RankProcess] = []  # by themselves, in the order in which they ended
 
-    def run(self) -> None:
+    def take_signal(self, signum: int) -> None:
+        """Take a signal: one to stop, one for the ranks, or SIGQUIT, which asks what they do."""
+        if signum in _STOPPING:
+            self._received.append(signum)
+        elif signum == signal.SIGQUIT:
+            self._output.say(*describe_run(str(detect(self._environ(0)).run_id)))
+        else:
+            for rank in self._ranks:
+                if rank.status is None:
+                    rank.send(signum)
+
+    def run(self, scratch: Path, guard: _Guard) -> int:
+        """Run all ranks to their end, again after a failure, and return the exit code."""
+        self._spare.add(guard.pid)
+        for restart in range(self._plan.max_restarts + 1):
+            if restart:
+                self._report()
+                self._output.say(f"syncprims run: restart {restart} of {self._plan.max_restarts}")
+                shutil.rmtree(scratch / str(restart - 1), ignore_errors=True)
+            folder = scratch / str(restart)
+            folder.mkdir()
+            self._variables |= {
+                "SYNCPRIMS_DIR": self._directory or str(folder / "board"),
+                "SYNCPRIMS_RESTART": str(restart),
+                "TORCHELASTIC_RESTART_COUNT": str(restart),
+                "MASTER_PORT": str(free_port()),
+            }
+            self._run_once(folder, guard)
+            if not self._failed or self._received:
+                break
+        if self._failed:
+            return self._report()
+        if self._received:
+            return 128 + self._received[0]
+        if (error := self._output.error) is not None:
+            why = f"all ranks succeeded, but their output is lost: {error.strerror}"
+            raise OSError(error.errno, why)
+        return 0
+
+    def _run_once(self, folder: Path, guard: _Guard) -> None:
         """Start all ranks, and return when they have ended and nothing is left of them."""
-        self._guard.send("\n")
+        self._ranks, self._failed, sources = [], [], list[Source]()
+        guard.send("\n")
         try:
             # If a signal comes now, those that are there get it.
             while len(self._ranks) < self._plan.ranks and not self._received:
-                self._start(len(self._ranks))
+                sources += self._start(len(self._ranks), folder, guard)
             # In the first thread: from now on no process is forked.
-            self._output.forward(self._sources)
+            self._output.forward(sources)
             self._watch()
         finally:
             # Ended ranks are still zombies, so this kills what they started, and nothing else.
-            for one in self._ranks:
-                one.send(signal.SIGKILL)
-                one.process.wait()
-            end_processes(self._folder, os.getpid(), self._spare)
+            for rank in self._ranks:
+                rank.send(signal.SIGKILL)
+                rank.process.wait()
+            end_processes(folder, os.getpid(), self._spare)
             reap_children(self._spare)
             self._output.finish()
-            self._forget()
+            with contextlib.suppress(OSError, SyncError):  # what is left where the ranks met
+                recorder, topology, settings = find_end_recorder(self._environ(0))
+                recorder.remove_run(topology, settings)
 
-    def pass_on(self, signum: int) -> None:
-        """Send a signal to all ranks that run."""
-        for one in self._ranks:
-            if one.status is None:
-                one.send(signum)
-
-    def _start(self, rank: int) -> None:
-        report = self._folder / f"failure-{rank}"
+    def _start(self, rank: int, folder: Path, guard: _Guard) -> tuple[Source, Source]:
+        report = folder / f"failure-{rank}"
         try:
             process = subprocess.Popen(
                 self._plan.command,
@@ -347,23 +315,18 @@ class _LaunchedRun:
                 f"fewer ranks, or raise the limit: ulimit -n for open files (of which a rank takes "
                 f"2 here), ulimit -u for processes"
             ) from error
-        self._guard.send(f"{process.pid} ")
-        one = _RankProcess(rank, process, report)
-        self._ranks.append(one)
+        guard.send(f"{process.pid} ")
+        started = _RankProcess(rank, process, report)
+        self._ranks.append(started)
         assert process.stdout is not None
         assert process.stderr is not None
-        self._sources.append(Source(rank, process.stdout, self._output.stdout))
-        self._sources.append(Source(rank, process.stderr, self._output.stderr, one.tail))
-
-    @property
-    def run_id(self) -> str:
-        """The id of this start, as the ranks see it."""
-        return str(detect(self._environ(0)).run_id)
+        return (
+            Source(rank, process.stdout, self._output.stdout),
+            Source(rank, process.stderr, self._output.stderr, started.tail),
+        )
 
     def _environ(self, rank: int) -> dict[str, str]:
         return {**self._variables, **make_rank_variables(rank, self._plan.ranks)}
-
-    # -- waiting --------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Return when all ranks have ended; stop them after a failure or a signal."""
@@ -371,13 +334,15 @@ class _LaunchedRun:
         handled = 0
         reap_at = time.monotonic() + _REAP_EVERY
         while True:
-            ended = [one for one in self._ranks if one.look()]
-            self.failed += [one for one in ended if one.status and not one.stopped]
-            running = [one for one in self._ranks if one.status is None]
+            ended = [rank for rank in self._ranks if rank.look()]
+            self._failed += [rank for rank in ended if rank.status and not rank.stopped]
+            running = [rank for rank in self._ranks if rank.status is None]
             if not running:
                 return
-            for one in ended:
-                self._record_end(one)
+            for rank in ended:  # others may wait for it to join
+                with contextlib.suppress(OSError, SyncError):
+                    recorder, topology, settings = find_end_recorder(self._environ(rank.rank))
+                    recorder.record_end(topology, settings, describe_exit(rank.status))
             now = time.monotonic()
             for signum in self._received[handled:]:
                 urgent = signum in (signal.SIGINT, signal.SIGTERM)
@@ -391,7 +356,7 @@ class _LaunchedRun:
                     kill_at = now
                 self._stop(running, signum)
             handled = len(self._received)
-            if self.failed and kill_at == math.inf:
+            if self._failed and kill_at == math.inf:
                 term_at, kill_at = now + GRACE, now + 2 * GRACE
             if now >= term_at:
                 self._stop(running, signal.SIGTERM)
@@ -400,34 +365,18 @@ class _LaunchedRun:
                 self._stop(running, signal.SIGKILL)
                 kill_at = now + GRACE
             if now >= reap_at:
-                reap_children({*self._spare, *(one.process.pid for one in self._ranks)})
+                reap_children({*self._spare, *(rank.process.pid for rank in self._ranks)})
                 reap_at = now + _REAP_EVERY
             time.sleep(_POLL_INTERVAL)
 
     def _stop(self, running: list[_RankProcess], signum: int) -> None:
-        for one in running:
-            one.stopped = True
-            one.send(signum)
+        for rank in running:
+            rank.stopped = True
+            rank.send(signum)
 
-    # -- what the other ranks learn -------------------------------------------------------------
-
-    def _record_end(self, one: _RankProcess) -> None:
-        """Record how a rank has ended: others may wait for it to join."""
-        with contextlib.suppress(OSError, SyncError):
-            recorder, topology, settings = find_end_recorder(self._environ(one.rank))
-            recorder.record_end(topology, settings, describe_exit(one.status))
-
-    def _forget(self) -> None:
-        """Remove what the run has left where the ranks met."""
-        with contextlib.suppress(OSError, SyncError):
-            recorder, topology, settings = find_end_recorder(self._environ(0))
-            recorder.remove_run(topology, settings)
-
-    # -- reporting ------------------------------------------------------------------------------
-
-    def report(self) -> int:
+    def _report(self) -> int:
         """Report which ranks failed, and why; return the exit code of the root cause."""
-        stopped = [one.rank for one in self._ranks if one.stopped]
-        lines, code = describe_failure([one.ended for one in self.failed], stopped)
+        stopped = [rank.rank for rank in self._ranks if rank.stopped]
+        lines, code = describe_failure([rank.ended for rank in self._failed], stopped)
         self._output.say(*lines)
         return code

@@ -30,7 +30,6 @@ class Option(NamedTuple):
     metavar: str | None = None  #: None: it is a switch
     short: tuple[str, ...] = ()
     also: tuple[str, ...] = ()  #: flags of accelerate launch with the same meaning
-    choices: tuple[str, ...] | None = None
     note: str = ""  #: why it changes nothing here
     example: str = "false"  #: how a file shows it while it is not set
 
@@ -47,15 +46,15 @@ class InvalidValue(argparse.ArgumentTypeError, ValueError):
     """What was written is not a value of the option; argparse shows the text."""
 
 
-def integer(least: int, what: str) -> Callable[[object], int]:
-    """Return a reader of whole numbers from `least` up."""
+def number(kind: type[int] | type[float], least: float, what: str) -> Callable[[object], Any]:
+    """Return a reader of numbers from `least` up."""
 
-    def read(value: object) -> int:
+    def read(value: object) -> int | float:
         try:
-            number = int(str(value))
+            number = kind(str(value))
         except ValueError:
             number = least - 1
-        if number < least:
+        if not number >= least:
             raise InvalidValue(f"{value!r} is not {what} from {least} up")
         return number
 
@@ -66,10 +65,10 @@ def one_of(*choices: str) -> Callable[[object], str]:
     """Return a reader of one of these words."""
 
     def read(value: object) -> str:
-        word = "no" if value is False else str(value)  # YAML reads a bare `no` as false
-        if word not in choices:
+        choice = "no" if value is False else str(value)  # YAML reads a bare `no` as false
+        if choice not in choices:
             raise InvalidValue(f"{value!r} is not one of {', '.join(choices)}")
-        return word
+        return choice
 
     return read
 
@@ -100,17 +99,6 @@ def switch(value: object) -> bool:
     return value
 
 
-def seconds(value: object) -> float:
-    """Read a number of seconds above 0."""
-    try:
-        number = float(str(value))
-    except ValueError:
-        number = 0.0
-    if not number > 0:
-        raise InvalidValue(f"{value!r} is not a number of seconds above 0")
-    return number
-
-
 def device_ids(value: object) -> tuple[str, ...]:
     """Read ``all``, or ids separated by commas; a file may have a list of them, or one number."""
     if isinstance(value, int):
@@ -133,6 +121,16 @@ def address(value: object) -> tuple[str, int]:
     return host, int(port)
 
 
+def no_compiler(value: object) -> str:
+    """Read ``no``: any other compiler belongs in the script."""
+    if str(value).lower() != "no":
+        raise InvalidValue(f"{value!r}: write `model = torch.compile(model)` in the script")
+    return "no"
+
+
+SECONDS = number(float, 1e-3, "a number of seconds")
+
+
 # -- the table ---------------------------------------------------------------------------------
 
 
@@ -146,41 +144,38 @@ class Options:
     """The values of a run's options, from flags or a file; None: not set."""
 
     # fmt: off
-    ranks: int | None = _option(integer(1, "a number of ranks"), RANKS,
+    ranks: int | None = _option(number(int, 1, "a number of ranks"), RANKS,
         "how many ranks to start; with several nodes, on each (default: one for each of --gpus)",
         "N", ("-n",), example="4")
-    oversubscribe: bool = _option(switch, RANKS,
-        "start as many ranks as asked for; otherwise more than 64 are refused if there are also "
-        "more than 4 for each processor")
-    max_restarts: int | None = _option(integer(0, "a number of restarts"), RANKS,
+    max_restarts: int | None = _option(number(int, 0, "a number of restarts"), RANKS,
         "how often to start all ranks again after one has failed (default: 0)", "N", example="0")
     backend: str | None = _option(word, BACKEND,
         "where the ranks meet: file (shared memory of one host, no torch), torch, gloo, nccl, "
         "single, or a plug-in's (default: $SYNCPRIMS_BACKEND, else nccl with --gpus, else torch "
         "with several nodes, else file)", "NAME", example='"file"')
-    timeout: float | None = _option(seconds, BACKEND,
+    timeout: float | None = _option(SECONDS, BACKEND,
         "seconds after which waiting for other ranks is an error ($SYNCPRIMS_TIMEOUT)",
         "SECONDS", example="600")
     gpus: tuple[str, ...] | None = _option(device_ids, DEVICES,
         "CUDA devices that the ranks see, as 0,1 or all; at least one for each rank "
         "($CUDA_VISIBLE_DEVICES)", "IDS", also=("--gpu-ids",), example='"0,1"')
     cpu: bool = _option(switch, DEVICES, "hide all CUDA devices from the ranks")
-    threads: int | None = _option(integer(1, "a number of threads"), DEVICES,
+    threads: int | None = _option(number(int, 1, "a number of threads"), DEVICES,
         "threads of the math libraries in each rank (default: $OMP_NUM_THREADS, else the "
         "processors divided by the ranks)",
         "N", also=("--num-cpu-threads-per-process",), example="4")
     mixed_precision: str | None = _option(one_of("no", "bf16", "fp16"), SCRIPT_ENVIRONMENT,
         "what syncprims.training computes in: no, bf16 or fp16 ($SYNCPRIMS_MIXED_PRECISION)",
-        "MODE", choices=("no", "bf16", "fp16"), example='"bf16"')
+        "MODE", example='"bf16"')
     serve_torch: bool = _option(switch, SCRIPT_ENVIRONMENT,
         "serve the script's torch.distributed, whatever backend it asks for: calls that differ and "
         "ranks that are lost raise errors that name them ($SYNCPRIMS_SERVE_TORCH)")
     trace: str | None = _option(word, SCRIPT_ENVIRONMENT,
         "record every round of every rank in this directory ($SYNCPRIMS_TRACE)", "DIR",
         example='"trace"')
-    nodes: int | None = _option(integer(1, "a number of nodes"), NODES,
+    nodes: int | None = _option(number(int, 1, "a number of nodes"), NODES,
         "number of machines; run the command on each", "N", also=("--num-machines",), example="2")
-    node_rank: int | None = _option(integer(0, "a number of a node"), NODES,
+    node_rank: int | None = _option(number(int, 0, "a number of a node"), NODES,
         "which of them this is, from 0 (default: torchrun numbers them as they join)", "K",
         also=("--machine-rank",), example="0")
     rendezvous: tuple[str, int] | None = _option(address, NODES,
@@ -191,14 +186,16 @@ class Options:
         example='"train.py"')
     args: tuple[str, ...] = _option(words, SCRIPT, "the arguments of the script", "ARGS",
         example='["--lr", "0.1"]')
-    num_processes: int | None = _option(integer(1, "a number of ranks"), ACCELERATE,
+    num_processes: int | None = _option(number(int, 1, "a number of ranks"), ACCELERATE,
         "ranks on all nodes together", "N")
     multi_gpu: bool = _option(switch, ACCELERATE, "the same as --gpus all")
     main_process_ip: str | None = _option(word, ACCELERATE, "the host in --rendezvous", "HOST")
-    main_process_port: int | None = _option(integer(0, "a port"), ACCELERATE,
+    main_process_port: int | None = _option(number(int, 0, "a port"), ACCELERATE,
         "the port in --rendezvous", "PORT")
     rdzv_backend: str | None = _option(one_of("static", "c10d"), ACCELERATE,
-        "static needs --node-rank, c10d does not", "NAME", choices=("static", "c10d"))
+        "static needs --node-rank, c10d does not", "NAME")
+    dynamo_backend: str | None = _option(no_compiler, ACCELERATE, "changes nothing: only no",
+        "NAME", note="the script compiles its model, if any")
     debug: bool = _option(switch, ACCELERATE, "changes nothing",
         note="shapes and calls are compared on every run")
     quiet: bool = _option(switch, ACCELERATE, "changes nothing", short=("-q",),
@@ -231,24 +228,29 @@ def plain_value(key: str, value: Any) -> Any:
 
 def add_options(parser: CommandParser) -> None:
     """Add all options of a run, and the script at the end."""
-    parser.add_argument(
-        "--config", metavar="FILE", help="read options from a file: *.yaml, *.toml, *.json"
-    )
+    action = parser.add_argument(
+        "--config", "--config-file", "--config_file", metavar="FILE",
+        help="read options from a file: *.yaml, *.toml, *.json",
+    )  # fmt: skip
+    action.option_strings = ["--config"]
     groups: dict[str, Any] = {}
     for option in FLAG_OPTIONS:
         if option.section not in groups:
             groups[option.section] = parser.add_argument_group(option.section)
         about: dict[str, Any] = {"action": "store_true"}
         if option.metavar is not None:
-            about = {"metavar": option.metavar, "type": option.read, "choices": option.choices}
-        groups[option.section].add_argument(
-            *option.short,
-            option.flag,
+            about = {"metavar": option.metavar, "type": option.read}
+        names = [*option.short, option.flag, *option.also]
+        underscored = [f"--{name[2:].replace('-', '_')}" for name in names if "-" in name[2:]]
+        action = groups[option.section].add_argument(
+            *names,
+            *underscored,
             dest=option.key,
             default=argparse.SUPPRESS,
             help=option.help.replace("%", "%%"),
             **about,
         )
+        action.option_strings = [*option.short, option.flag]  # the help shows our spelling only
     parser.add_argument(
         "line",
         nargs=argparse.REMAINDER,

@@ -37,9 +37,8 @@ class Source:
         self.rank = rank
         self.pipe = pipe
         self.sink = sink
+        self.begun = b""  #: a line that has not ended
         self._tail = tail  # gets the last lines
-        self._begun = b""  # a line that has not ended
-        self._shown = 0  # bytes of it
         self._after_return = False  # the newline of a return may come in the next chunk
         self._held: list[bytes] = []  # lines of a traceback
         self._held_until = 0.0  # at the latest
@@ -55,8 +54,8 @@ class Source:
     def end(self) -> None:
         """Show all that is left: nothing more comes."""
         self.show_held()
-        if self._begun:
-            self._show([self._begun])
+        if self.begun:
+            self._show([self.begun])
         self.pipe.close()
 
     def _take(self, chunk: bytes) -> None:
@@ -66,24 +65,24 @@ class Source:
         chunk = chunk.replace(b"\r\n", b"\n")
         if not self.sink.is_terminal:
             chunk = chunk.replace(b"\r", b"\n")  # each state of a progress bar is a line
-        *lines, begun = (self._begun + chunk).split(b"\n")
+        *lines, begun = (self.begun + chunk).split(b"\n")
         if len(begun) > _LONGEST_LINE:
             lines, begun = [*lines, begun], b""
         if self._held or (self._tail is not None and any(_TRACEBACK in line for line in lines)):
             now = time.monotonic()
             self._held_until = self._held_until if self._held else now + _LONGEST_HOLD
             self._held += lines
-            self._begun = begun
+            self.begun = begun
             self.due = min(now + _TRACEBACK_PAUSE, self._held_until)
             return
         if lines:
             self._show(lines)
-        self._begun = begun
+        self.begun = begun
         self.due = math.inf
         if b"\r" in begun:
             *_, before, bar = begun.split(b"\r")
-            self._begun, self._shown = b"\r" + bar, 0
-            self.sink.show_bar(self, bar or before)
+            self.begun = b"\r" + bar
+            self.sink.show_unfinished(self, bar or before)
         elif begun and self.rank == 0:
             self.due = time.monotonic() + _PROMPT_PAUSE
 
@@ -93,25 +92,22 @@ class Source:
         if self._held:
             lines, self._held = self._held, []
             self._show(lines)
-        elif self.rank == 0 and b"\r" not in self._begun:
-            self.sink.show_unfinished(self, self._begun[self._shown :])
-            self._shown = len(self._begun)
+        elif self.rank == 0 and b"\r" not in self.begun:
+            self.sink.show_unfinished(self, self.begun)
 
     def _show(self, lines: list[bytes]) -> None:
         lines = [line.rpartition(b"\r")[2] for line in lines]
         if self._tail is not None:
             self._tail.extend(line.decode(errors="replace") for line in lines)
-        lines[0] = lines[0][self._shown :]
-        begun, self._shown = self._shown > 0, 0
-        self.sink.write(self, lines, begun=begun)
+        self.sink.write(self, lines)
 
 
 class _Screen:
-    """The content of the line with the cursor, of one terminal or file."""
+    """The line with the cursor, of one terminal or file: whose unfinished text stands there."""
 
     def __init__(self) -> None:
-        self.unfinished: Source | None = None  # whose unfinished line it is
-        self.bar: tuple[Source, bytes] | None = None  # whose progress bar it is
+        self.owner: Source | None = None
+        self.text = b""
 
 
 class Sink:
@@ -123,56 +119,45 @@ class Sink:
         self.is_terminal = stream.isatty()
         self.error: OSError | None = None  #: the first failed write
 
-    def write(self, source: Source | None, lines: list[bytes], *, begun: bool = False) -> None:
-        """Write complete lines of `source`, or of the launcher itself.
-
-        Of the first one a part was shown before, if it is `begun`.
-        """
-        prefix = b"" if source is None else b"[rank %d] " % source.rank
-        screen = self._screen
-        if begun and not lines[0] and screen.unfinished is not source:
-            lines = lines[1:]  # another line has ended it already
-            if not lines:
-                return
+    def write(self, source: Source | None, lines: list[bytes]) -> None:
+        """Write complete lines of `source`, or of the launcher itself."""
+        prefix, screen = _prefix(source), self._screen
         data = b"".join(b"%b%b\n" % (prefix, line) for line in lines)
-        if screen.bar is not None:
-            owner, bar = screen.bar
-            data = _ERASE + data
-            if owner is source:
-                screen.bar = None  # it has ended
-            else:
-                data += bar
-        elif screen.unfinished is not None:
-            # Its own line goes on; that of another one has to end first.
-            same = screen.unfinished is source
-            data = data.removeprefix(prefix) if same else b"\n" + data
-        screen.unfinished = None
+        if screen.owner is None:
+            pass
+        elif screen.owner is source and data.startswith(screen.text):
+            data = data[len(screen.text) :]
+        elif self.is_terminal:  # an unfinished line of another rank is drawn again below
+            data = _ERASE + data + (b"" if screen.owner is source else screen.text)
+        else:
+            data = b"\n" + data
+            shown = len(screen.text) - len(_prefix(screen.owner))
+            screen.owner.begun = screen.owner.begun[shown:]  # that line goes on without this part
+            screen.owner = None
+        if screen.owner is source:
+            screen.owner = None
         self._write(data)
 
     def show_unfinished(self, source: Source, text: bytes) -> None:
-        """Write the next part of a line that has not ended, as a prompt."""
-        screen = self._screen
-        if not text:
-            return
-        if screen.unfinished is not source:
-            before = b"\n" if screen.unfinished is not None else b""
-            before = _ERASE if screen.bar is not None else before
-            text = before + b"[rank %d] " % source.rank + text
-        screen.unfinished, screen.bar = source, None
-        self._write(text)
+        """Show a line that has not ended: a prompt, or on a terminal the state of a progress bar.
 
-    def show_bar(self, source: Source, text: bytes) -> None:
-        """Draw the state of a progress bar in place, unless that of another source is there."""
+        There is one such line on a terminal: that of the first rank to have one, or of rank 0.
+        """
         screen = self._screen
-        if not text or (screen.bar is not None and screen.bar[0] is not source):
+        if not text or (screen.owner not in (source, None) and source.rank):
             return
-        before = b"\n" if screen.unfinished is not None else b""
-        line = f"[rank {source.rank}] {text.decode(errors='replace')}"
-        with contextlib.suppress(OSError):
-            width = os.get_terminal_size(self._stream.fileno()).columns
-            line = line[: width - 1] if width else line  # a longer one cannot be erased
-        screen.unfinished, screen.bar = None, (source, line.encode())
-        self._write(before + _ERASE + line.encode())
+        text = _prefix(source) + text
+        if self.is_terminal:
+            with contextlib.suppress(OSError):
+                width = os.get_terminal_size(self._stream.fileno()).columns
+                # A longer line cannot be erased.
+                text = text.decode(errors="replace")[: width - 1].encode() if width else text
+        if screen.owner is source and text.startswith(screen.text):
+            data = text[len(screen.text) :]
+        else:
+            data = _ERASE + text if self.is_terminal else text
+        screen.owner, screen.text = source, text
+        self._write(data)
 
     def _write(self, data: bytes) -> None:
         try:
@@ -187,6 +172,10 @@ class Sink:
         except OSError as error:
             # It is raised at the end: if the output were no longer read, the ranks would block.
             self.error = self.error or error
+
+
+def _prefix(source: Source | None) -> bytes:
+    return b"" if source is None else b"[rank %d] " % source.rank
 
 
 class Output:

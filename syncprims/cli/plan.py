@@ -10,21 +10,13 @@ from typing import Any, NamedTuple
 from syncprims._world.launchers import list_rank_variables
 from syncprims._world.registry import BY_TORCH, load_backend
 from syncprims._world.settings import read_settings
-from syncprims.errors import BackendUnavailable, ConfigurationError
+from syncprims.errors import BackendUnavailable, ConfigurationError, install
 from syncprims.interface import Topology
 
 from .options import BY_KEY, Options, plain_value
 
 _DEFAULT_PORT = 29500  # torchrun's own
-_MANY, _MANY_PER_PROCESSOR = 64, 4  # ranks: more than both is most likely a mistake
-#: Where the math libraries read their number of threads; nearly all read the first.
-THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-)
+_UNSET = "drop the flag, or unset that variable, which comes from the environment"
 #: Keys of which one, set by a flag, hides the others in the file.
 _EXCLUSIVE = (
     {"ranks", "num_processes"},
@@ -68,75 +60,34 @@ def plan_launch(
         raise ConfigurationError(
             "nothing to run: name a script, as in `syncprims run -n 4 train.py`, or -m and a module"
         )
-    gpus = _gpus(options, environ)
+    gpus = options.gpus or (("all",) if options.multi_gpu else None)
     if gpus == ("all",) and devices == 0:
         raise ConfigurationError(
             "--gpus all: no CUDA device is visible on this machine; install its driver, correct "
             "CUDA_VISIBLE_DEVICES, or start the ranks without --gpus"
         )
     ranks, nodes = _size(options, gpus)
-    most = max(_MANY, _MANY_PER_PROCESSOR * processors)
-    if ranks > most and not options.oversubscribe:
-        raise ConfigurationError(
-            f"{ranks} ranks on {processors} processor{'s' * (processors != 1)}: they would hardly "
-            f"run. Start at most {most}, or say --oversubscribe if that is what you want"
+    variables = _settings(options, environ)
+    variables["SYNCPRIMS_BACKEND"] = _backend(options, environ, ranks, nodes, gpus)
+    if options.cpu:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    if gpus is not None:
+        variables |= _devices(
+            gpus, options.cpu, environ.get("CUDA_VISIBLE_DEVICES"), ranks, devices
         )
-    variables = _variables(options, environ, ranks, nodes, gpus, devices)
     if options.threads is not None:
-        variables |= dict.fromkeys(THREAD_VARIABLES, str(options.threads))
+        variables["OMP_NUM_THREADS"] = str(options.threads)
     elif ranks > 1 and not environ.get("OMP_NUM_THREADS"):
         # Otherwise the math library of every rank starts a thread per processor.
         variables["OMP_NUM_THREADS"] = str(max(1, processors // ranks))
     script = [*(["-m"] if options.module else []), options.script, *options.args]
-    torchrun: list[str] = []
-    if nodes > 1:
-        torchrun = [*_torchrun(options, ranks, nodes, environ), *script]
-    elif options.node_rank:
+    torchrun = [*_torchrun(options, ranks, nodes, environ), *script] if nodes > 1 else []
+    if nodes == 1 and options.node_rank:
         raise ConfigurationError(
             f"--node-rank {options.node_rank} means several nodes; say how many with --nodes"
         )
     command = [sys.executable, "-u", *script]
     return LaunchPlan(command, ranks, variables, torchrun, options.max_restarts or 0)
-
-
-def _variables(
-    options: Options,
-    environ: Mapping[str, str],
-    ranks: int,
-    nodes: int,
-    gpus: tuple[str, ...] | None,
-    devices: int | None,
-) -> dict[str, str]:
-    """Return the variables that the options set for all ranks.
-
-    :raises ConfigurationError: if `environ` contradicts them, or there are not enough devices.
-    """
-    variables: dict[str, str] = {}
-    for key in ("backend", "mixed_precision", "timeout", "trace"):
-        if (value := getattr(options, key)) is None:
-            continue
-        text = str(value).removesuffix(".0") if key == "timeout" else value
-        name = f"SYNCPRIMS_{key.upper()}"
-        variables[name] = text
-        if environ.get(name) not in (None, "", text):
-            raise ConfigurationError(
-                f"{BY_KEY[key].flag} {text} contradicts {name}={environ[name]}; drop one of them"
-            )
-    variables["SYNCPRIMS_BACKEND"] = _backend(options, environ, ranks, nodes, gpus)
-    if options.serve_torch:
-        variables["SYNCPRIMS_SERVE_TORCH"] = _serve_torch(environ)
-    if options.cpu:
-        variables["CUDA_VISIBLE_DEVICES"] = ""
-    elif gpus is not None:
-        count = devices if gpus == ("all",) else len(gpus)
-        if count is not None and count < ranks:
-            raise ConfigurationError(
-                f"{ranks} ranks on {count} CUDA device{'s' * (count != 1)}: every rank needs one "
-                f"of its own; start fewer ranks, or name more devices with --gpus"
-            )
-        if gpus != ("all",):
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return variables
 
 
 def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
@@ -151,47 +102,6 @@ def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str
 # -- one decision each -------------------------------------------------------------------------
 
 
-def _gpus(options: Options, environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    gpus = options.gpus or (("all",) if options.multi_gpu else None)
-    if options.cpu and gpus is not None:
-        raise ConfigurationError("--cpu contradicts --gpus (or --multi_gpu); drop one of them")
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if gpus is not None and gpus != ("all",) and visible is not None:
-        allowed = [part.strip() for part in visible.split(",")]
-        hidden = [gpu for gpu in gpus if gpu not in allowed]
-        if hidden:
-            raise ConfigurationError(
-                f"--gpus {','.join(gpus)} contradicts CUDA_VISIBLE_DEVICES={visible}, which does "
-                f"not have {', '.join(hidden)}; name some of those, or unset it"
-            )
-    return gpus
-
-
-def _serve_torch(environ: Mapping[str, str]) -> str:
-    """Return the value that lets torch load our backend, which it does by an entry point.
-
-    :raises ConfigurationError: if torch would not.
-    """
-    from importlib.metadata import entry_points  # slow to import, and rarely needed
-
-    if (ours := environ.get("SYNCPRIMS_SERVE_TORCH") or "1") != "1":
-        raise ConfigurationError(
-            f"--serve-torch contradicts SYNCPRIMS_SERVE_TORCH={ours}; drop one of them"
-        )
-    if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
-        raise ConfigurationError(
-            "--serve-torch contradicts TORCH_DEVICE_BACKEND_AUTOLOAD="
-            f"{environ['TORCH_DEVICE_BACKEND_AUTOLOAD']}, with which torch loads no backend; drop "
-            f"one of them"
-        )
-    if not entry_points(group="torch.backends", name="syncprims"):
-        raise ConfigurationError(
-            "--serve-torch: torch finds the backend by an entry point of the installed package, "
-            "and this installation has none; install syncprims again"
-        )
-    return "1"
-
-
 def _size(options: Options, gpus: tuple[str, ...] | None) -> tuple[int, int]:
     """Return the number of ranks on each node, and the number of nodes."""
     nodes = options.nodes or 1
@@ -204,16 +114,63 @@ def _size(options: Options, gpus: tuple[str, ...] | None) -> tuple[int, int]:
                 f"cannot be shared out evenly to {nodes}; --ranks N counts those of each node"
             )
         if ranks not in (None, each):
-            raise ConfigurationError(
-                f"--ranks {ranks} (on each node) contradicts --num_processes "
-                f"{options.num_processes} (on all {nodes}); drop one of them"
+            raise _contradiction(
+                f"--ranks {ranks} (on each node)",
+                f"--num_processes {options.num_processes} (on all {nodes})",
             )
         ranks = each
-    if ranks is None and gpus is not None and gpus != ("all",):
-        ranks = len(gpus)
+    if ranks is None and gpus not in (None, ("all",)):
+        ranks = len(gpus or ())
     if ranks is None:
         raise ConfigurationError("how many ranks? say it with -n, as in `syncprims run -n 4 ...`")
     return ranks, nodes
+
+
+def _settings(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return our variables that the options set; `environ` must not contradict them."""
+    variables: dict[str, str] = {}
+    for key in ("backend", "mixed_precision", "timeout", "trace", "serve_torch"):
+        value, name = getattr(options, key), f"SYNCPRIMS_{key.upper()}"
+        if value in (None, False):
+            continue
+        text = "1" if value is True else f"{value:g}" if key == "timeout" else str(value)
+        if environ.get(name) not in (None, "", text):
+            flag = BY_KEY[key].flag + ("" if value is True else f" {text}")
+            raise _contradiction(flag, f"{name}={environ[name]}", _UNSET)
+        variables[name] = text
+    autoload = environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    if options.serve_torch and autoload != "1":  # by this, torch loads our backend
+        raise _contradiction("--serve-torch", f"TORCH_DEVICE_BACKEND_AUTOLOAD={autoload}", _UNSET)
+    return variables
+
+
+def _contradiction(
+    this: str, that: str, cure: str = "drop one of these flags"
+) -> ConfigurationError:
+    return ConfigurationError(f"{this} contradicts {that}; {cure}")
+
+
+def _devices(
+    gpus: tuple[str, ...], cpu: bool, visible: str | None, ranks: int, devices: int | None
+) -> dict[str, str]:
+    """Return the variable that shows these CUDA devices to the ranks; each rank needs one."""
+    flag = f"--gpus {','.join(gpus)}"
+    if cpu:
+        raise _contradiction("--cpu", flag)
+    if gpus != ("all",):
+        devices = len(gpus)
+        allowed = gpus if visible is None else [part.strip() for part in visible.split(",")]
+        if hidden := [gpu for gpu in gpus if gpu not in allowed]:
+            raise ConfigurationError(
+                f"{flag} contradicts CUDA_VISIBLE_DEVICES={visible}, which does not have "
+                f"{', '.join(hidden)}; name some of those, or unset it"
+            )
+    if devices is not None and devices < ranks:
+        raise ConfigurationError(
+            f"{ranks} ranks on {devices} CUDA device{'s' * (devices != 1)}: every rank needs one "
+            f"of its own; start fewer ranks, or name more devices with --gpus"
+        )
+    return {} if gpus == ("all",) else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 def _backend(
@@ -227,18 +184,15 @@ def _backend(
     if gpus is not None:
         default = "nccl"  # backend torch would silently work without devices
     name = options.backend or environ.get("SYNCPRIMS_BACKEND") or default
-    if name == "auto":
-        return name
     # Checked here, so that the error comes once and not from every rank.
-    if name in BY_TORCH or nodes > 1:
-        if find_spec("torch") is None:
-            why = f"backend {name!r} needs torch" if nodes == 1 else "several nodes need torchrun"
-            raise BackendUnavailable(
-                f"{why}, and torch is not installed: pip install 'syncprims[torch]', or run on one "
-                f"machine with --backend file"
-            )
-        if name in BY_TORCH:
-            return name
+    if name != "auto" and (name in BY_TORCH or nodes > 1) and find_spec("torch") is None:
+        why = f"backend {name!r} needs torch" if nodes == 1 else "several nodes need torchrun"
+        raise BackendUnavailable(
+            f"{why}, and torch is not installed: {install('torch')}. Or run on one machine with "
+            f"--backend file"
+        )
+    if name == "auto" or name in BY_TORCH:
+        return name
     cls = load_backend(name)
     if nodes > 1 and not cls.spans_hosts:
         raise ConfigurationError(
@@ -252,20 +206,18 @@ def _backend(
 
 
 def _torchrun(options: Options, ranks: int, nodes: int, environ: Mapping[str, str]) -> list[str]:
-    if options.rendezvous is not None:
-        host, port = options.rendezvous
-        if options.main_process_ip not in (None, host):
-            raise ConfigurationError(
-                f"--rendezvous {host}:{port} contradicts --main_process_ip "
-                f"{options.main_process_ip}; drop one of them"
-            )
-    elif options.main_process_ip is not None:
-        host, port = options.main_process_ip, options.main_process_port or _DEFAULT_PORT
-    else:
+    """Return the command that starts torchrun, up to the script."""
+    host, port = options.rendezvous or (
+        options.main_process_ip, options.main_process_port or _DEFAULT_PORT
+    )  # fmt: skip
+    if host is None:
         raise ConfigurationError(
             f"{nodes} nodes have to meet: say where with --rendezvous HOST:PORT, an address of "
             f"node 0 and a free port there, the same on every node"
         )
+    if options.main_process_ip not in (None, host):
+        ip = f"--main_process_ip {options.main_process_ip}"
+        raise _contradiction(f"--rendezvous {host}:{port}", ip)
     line = [sys.executable, "-m", "torch.distributed.run"]
     line += ["--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
     if options.max_restarts:
@@ -276,11 +228,9 @@ def _torchrun(options: Options, ranks: int, nodes: int, environ: Mapping[str, st
                 f"--node-rank {options.node_rank} with --nodes {nodes}: it is from 0 to {nodes - 1}"
             )
         line += ["--node-rank", str(options.node_rank)]
-        line += ["--master-addr", host, "--master-port", str(port)]
-    elif options.rdzv_backend == "static":
+        return [*line, "--master-addr", host, "--master-port", str(port)]
+    if options.rdzv_backend == "static":
         raise ConfigurationError("--rdzv_backend static needs --node-rank on every node")
-    else:
-        address = plain_value("rendezvous", (host, port))
-        name = environ.get("SYNCPRIMS_RUN_ID") or "syncprims"
-        line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", name]
-    return line
+    address = plain_value("rendezvous", (host, port))
+    name = environ.get("SYNCPRIMS_RUN_ID") or "syncprims"
+    return [*line, "--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", name]

@@ -43,46 +43,31 @@ def describe_failure(failed: Sequence[EndedRank], stopped: Sequence[int]) -> tup
 
     `failed` are the ranks that failed, in the order in which they ended; `stopped` were ended.
     """
-    causes = [one for one in failed if not one.follows]
-    lines: list[str] = []
-    if stopped:
-        lines.append(f"{_name(stopped)}: still running then, and ended")
+    causes = [end for end in failed if not end.follows]
+    first, verb = (causes or failed)[0], "failed first"
+    leaders = [first]
     if not causes:  # all have the same verdict, and no rank was first
-        together = " together" if len(failed) > 1 else ""
-        first = failed[0]
-        same = [one for one in failed if one.kind == first.kind]
-        others = [one for one in failed if one.kind != first.kind]
-        lines += _group(others, "failed, too")
-        who = _name(one.rank for one in same)
-        lines.append(f"syncprims run: {who} failed{together} {first.how}")
-        text = "" if first.failure is None else first.failure.message
-        lines += [f"  | {line}" for line in text.rstrip().splitlines()[1:]]
-    else:
-        first, *more = causes
-        followers = collections.defaultdict[str, list[int]](list)
-        for one in failed:
-            if one.follows:
-                followers[one.kind].append(one.rank)
-        lines += [
-            f"{_name(ranks)}: {kind} because of rank {first.rank}"
-            for kind, ranks in followers.items()
-        ]
-        lines += _group(more, "failed, too")
-        lines.append(f"syncprims run: rank {first.rank} failed first {first.how}")
-        shown = first.tail
-        if first.failure is not None:
-            shown = first.failure.traceback.rstrip().splitlines()
-        lines += [f"  | {line}" for line in shown]
-    status = first.status
-    return lines, 128 - status if status < 0 else status
-
-
-def _group(failed: Iterable[EndedRank], what: str) -> list[str]:
-    """Return a line for all that failed in one way."""
+        leaders = [end for end in failed if end.kind == first.kind]
+        verb = "failed together" if len(failed) > 1 else "failed"
     ways = collections.defaultdict[str, list[int]](list)
-    for one in failed:
-        ways[one.how].append(one.rank)
-    return [f"{_name(ranks)} {what} {how}" for how, ranks in ways.items()]
+    for end in failed:
+        if causes and end.follows:
+            ways[f"{end.kind} because of rank {first.rank}"].append(end.rank)
+    lines = [f"{_name(stopped)}: still running then, and ended"] if stopped else []
+    lines += [f"{_name(ranks)}: {how}" for how, ranks in ways.items()]
+    ways.clear()
+    for end in causes or failed:
+        if end not in leaders:
+            ways[f"failed, too {end.how}"].append(end.rank)
+    lines += [f"{_name(ranks)} {how}" for how, ranks in ways.items()]
+    lines.append(f"syncprims run: {_name(end.rank for end in leaders)} {verb} {first.how}")
+    shown = first.tail
+    if first.failure is not None:
+        shown = first.failure.traceback.rstrip().splitlines()
+        if not causes:
+            shown = first.failure.message.rstrip().splitlines()[1:]
+    lines += [f"  | {line}" for line in shown]
+    return lines, 128 - first.status if first.status < 0 else first.status
 
 
 def _name(ranks: Iterable[int]) -> str:

@@ -1,23 +1,5 @@
-"""The command that starts a script on several ranks."""
+"""Start a Python script on several ranks of this machine, and prefix their output.
 
-from __future__ import annotations
-
-import argparse
-import contextlib
-import os
-import sys
-from collections.abc import Mapping
-from pathlib import Path
-
-from syncprims._world.host import count_processors, find_visible_gpus
-from syncprims.errors import ConfigurationError
-
-from . import accelerate_config, config
-from .console import CommandParser
-from .options import BY_KEY, add_options, values_of
-from .plan import launch_environment, merge, plan_launch
-
-HELP = """Start a Python script on several ranks of this machine, and prefix their output.
 When one fails, end the others and show which failed first. With --nodes, torchrun starts the ranks.
 
 examples:
@@ -32,7 +14,25 @@ launch` are understood, with - or with _, or answered with what to do instead.
 
 exit code: 0 if all ranks succeeded, else that of the rank that failed first; 128 + n if signal n
 killed it or stopped the run; 2 if the command line or the environment is wrong; if all ranks
-succeeded and their output was lost, 1 for a full disk, 141 for a closed pipe."""
+succeeded and their output was lost, 1 for a full disk, 141 for a closed pipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from syncprims._system.host import count_processors, find_visible_gpus
+from syncprims.errors import ConfigurationError
+
+from . import accelerate_config, config
+from .console import CommandParser
+from .options import BY_KEY, add_options, values_of
+from .plan import launch_environment, merge, plan_launch
 
 _NODES_ONLY = ("rendezvous", "main_process_ip", "main_process_port", "rdzv_backend")
 
@@ -40,7 +40,7 @@ _NODES_ONLY = ("rendezvous", "main_process_ip", "main_process_port", "rdzv_backe
 def add_arguments(parser: CommandParser) -> None:
     """Add the arguments of the command."""
     parser.usage = "syncprims run -n RANKS [flags] [-m] SCRIPT [ARGS...]"
-    parser.rewrite = accelerate_config.translate
+    parser.set_defaults(explain_flag=accelerate_config.explain_flag)
     add_options(parser)
 
 
@@ -80,7 +80,7 @@ def _check_script(script: str, shared: bool) -> None:
     hint = f"; is it a module, -m {script}?"
     if script.startswith("python"):
         hint = ": name the script without Python, which starts it in any case"
-    elif Path(script).suffix == ".py":
+    elif script.endswith(".py"):
         hint = ""
         with contextlib.suppress(FileNotFoundError):  # the directory has been removed
             hint = f" in {Path.cwd()}"

@@ -1,23 +1,5 @@
-"""The command that shows what the ranks of running worlds do."""
+"""Show what every rank of a running job does, and who waits for whom.
 
-from __future__ import annotations
-
-import argparse
-import contextlib
-import json
-import sys
-import time
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
-
-from syncprims.errors import SyncError, format_ranks, name_ranks
-from syncprims.who.observation import Observation, RankReport, WorldReport, explain_refused, who
-from syncprims.who.processes import find_py_spy
-
-from .console import CommandParser, Style, table
-from .options import seconds
-
-HELP = """Show what every rank of a running job does, and who waits for whom.
 Read the worlds that run on this host from outside. Nothing has to be switched on in the job, and it
 does not become slower.
 
@@ -31,7 +13,25 @@ Several hosts: run it on each. It shows the ranks there, and what they know of t
 the user of the job, or as root.
 
 exit code: 0 if all ranks move, or no world runs here; 3 if a rank has waited for --stuck-after
-seconds; 2 if there is no such world, or it cannot be read."""
+seconds; 2 if there is no such world, or it cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from syncprims.errors import SyncError, format_ranks, install, name_ranks
+from syncprims.who.observation import Observation, RankReport, WorldReport, explain_refused, who
+from syncprims.who.processes import find_py_spy
+
+from .console import CommandParser, Style, table
+from .options import SECONDS
 
 _PAUSE = 0.1  # seconds between the first two looks
 _COLOURS = {"moving": "green", "waiting": "yellow", "ended": "bold"}
@@ -45,13 +45,13 @@ def add_arguments(parser: CommandParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--watch",
-        type=seconds,
+        type=SECONDS,
         metavar="SECONDS",
         help="look again, with this pause, until it ends",
     )
     parser.add_argument("--json", action="store_true", help="for programs: a line for each world")
     parser.add_argument(
-        "--stuck-after", type=seconds, default=30.0, metavar="S",
+        "--stuck-after", type=SECONDS, default=30.0, metavar="S",
         help="how long a rank may wait until the exit code is 3 (default: 30)",
     )  # fmt: skip
 
@@ -59,48 +59,25 @@ def add_arguments(parser: CommandParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what the ranks do, once or repeatedly, and return the exit code."""
     style = Style(sys.stdout, options.environ)
-    if options.watch is None:
-        with contextlib.closing(Observation(options.which, options.stuck_after)) as observation:
-            observation.look()
-            time.sleep(_PAUSE)
-            reports = observation.look()
-            refused = observation.refused
-        _print(_json(reports) if options.json else _text(reports, refused, style))
-        return _code(reports)
-    return _watch(options, style)
-
-
-def _watch(options: argparse.Namespace, style: Style) -> int:
+    pause, watched = options.watch or _PAUSE, options.watch is not None
     code = 0
-    show: Callable[[Sequence[str]], None]
     with (
         contextlib.closing(Observation(options.which, options.stuck_after)) as observation,
-        _screen(style) if not options.json else contextlib.nullcontext(_print) as show,
-        contextlib.suppress(KeyboardInterrupt),
+        contextlib.suppress(KeyboardInterrupt) if watched else contextlib.nullcontext(),
     ):
         observation.look()
-        time.sleep(min(_PAUSE, options.watch))
-        while reports := observation.look():
+        time.sleep(min(_PAUSE, pause))
+        while (reports := observation.look()) or not watched:
             code = _code(reports)
-            show(_json(reports) if options.json else _text(reports, (), style))
-            time.sleep(options.watch)
+            lines = _json(reports) if options.json else _text(reports, observation.refused, style)
+            if watched and not options.json:  # on a terminal in place of the lines before
+                lines = ["\033[H\033[2J", *lines] if style.is_terminal else [*lines, ""]
+            if lines:
+                print("\n".join(lines), flush=True)  # noqa: T201
+            if not watched:
+                break
+            time.sleep(pause)
     return code
-
-
-@contextlib.contextmanager
-def _screen(style: Style) -> Generator[Callable[[Sequence[str]], None]]:
-    """Yield a function that shows lines, on a terminal in place of earlier ones."""
-    if not sys.stdout.isatty():
-        yield lambda lines: _print([*lines, ""])
-        return
-    try:
-        from rich.live import Live
-        from rich.text import Text
-    except ImportError:  # an extra
-        yield lambda lines: _print(["\033[H\033[2J" + "\n".join(lines)])
-        return
-    with Live(auto_refresh=False, screen=True, vertical_overflow="crop") as live:
-        yield lambda lines: live.update(Text.from_ansi("\n".join(lines)), refresh=True)
 
 
 def describe_run(which: str) -> list[str]:
@@ -109,11 +86,6 @@ def describe_run(which: str) -> list[str]:
         return _text(who(which), (), Style(sys.stderr, {"NO_COLOR": "1"}))
     except SyncError as error:
         return [f"syncprims who: {error}"]
-
-
-def _print(lines: Sequence[str]) -> None:
-    if lines:
-        print("\n".join(lines), flush=True)  # noqa: T201
 
 
 def _code(reports: Sequence[WorldReport]) -> int:
@@ -164,7 +136,7 @@ def _world(report: WorldReport, style: Style) -> list[str]:
     lines += [_plain(line) for line in _beside(report.ranks)]
     alone = [rank for rank in report.ranks if rank.doing and rank.state == "running"]
     if alone and find_py_spy() is None:
-        lines.append("to see the lines of running ranks: pip install 'syncprims[who]'")
+        lines.append(f"to see the lines of running ranks: {install('who')}")
     return lines
 
 

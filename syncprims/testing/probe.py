@@ -94,18 +94,21 @@ class ProbedBackend(Backend):
         return self.inner.close_board(board.inner)
 
     def wait_any(
-        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None = None
+        self,
+        boards: Sequence[Board],
+        ready: Callable[[], bool],
+        timeout: float | None = None,
+        call: str = "",
     ) -> bool:
         """Wait for the first of several notes; a rank that is killed meanwhile ends."""
         probe, outcome = self._probe, self._probe.outcome
         probe.check_alive()
         inner = [board.inner if isinstance(board, ProbedBoard) else board for board in boards]
-        call = inner[0].waits_any if inner else ""
         if call:
             outcome.waits = call
             probe.journal("wait", (call, timeout is None))
         try:
-            came = self.inner.wait_any(inner, ready, timeout)
+            came = self.inner.wait_any(inner, ready, timeout, call)
         finally:
             if call:
                 probe.journal("wait", (None, False))
@@ -122,7 +125,7 @@ class ProbedBackend(Backend):
 class ProbedBoard(Board):
     """A board whose rounds are recorded."""
 
-    posts_alone = True
+    observed = True
 
     def __init__(self, inner: Board, probe: Probe) -> None:
         self.inner = inner  # the base is not initialised: all it keeps is read from `inner`

@@ -11,8 +11,8 @@ import signal
 import time
 from pathlib import Path
 
-from syncprims._world.host import free_port
-from syncprims._world.processes import end_processes
+from syncprims._system.host import free_port
+from syncprims._system.processes import end_processes
 from syncprims._world.registry import BY_TORCH
 from syncprims._world.runtime import environ_without_rank
 from syncprims._world.scratch import scratch_directory

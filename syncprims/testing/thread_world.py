@@ -186,14 +186,16 @@ class ThreadWorld:
         If there are none, the others wait for a rank that a fault has stopped. A rank that waits
         for one that has ended does not come here: its board says so, and the call raises.
         """
-        waiting = [board for world in self.shared_worlds for board in world.waiting]
+        waiting = {
+            board: call for world in self.shared_worlds for board, call in world.waiting.items()
+        }
         living = {o.rank for o in self._outcomes if o.end in ("left", "stopped")}
         waits: dict[int, list[Wait]] = {}
-        for board in waiting:
+        for board, call in waiting.items():
             group = describe_group(board.members, board.name)
-            if board.waits_any:
+            if call:
                 others = living.intersection(board.members) - {board.rank}
-                wait = Wait(board.waits_any, group, others, any=True)
+                wait = Wait(call, group, others, any=True)
             else:
                 wait = Wait(str(board.status(board.rank).label), group, board.missing())
             waits.setdefault(board.rank, []).append(wait)

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from syncprims._protocol.threads import busy_threads
+from syncprims._system.processes import adopt_orphans, die_with, end_processes, find_children
 from syncprims._world.group import entered
 from syncprims._world.launchers import make_rank_variables
-from syncprims._world.processes import adopt_orphans, die_with, end_processes, find_children
 from syncprims._world.registry import load_backend
 from syncprims._world.runtime import become_rank, provided_world
 from syncprims._world.version import version

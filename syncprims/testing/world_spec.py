@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TextIO, cast
 
 from syncprims._protocol.validation import require, seconds
-from syncprims.errors import BackendUnavailable
+from syncprims.errors import BackendUnavailable, install
 
 from .faults import Fault
 from .scheduler import Seed
@@ -210,7 +210,7 @@ class WorldSpec:
             except ImportError as error:
                 raise BackendUnavailable(
                     f"torch=True serves torch.distributed, which cannot be imported: {error}. "
-                    f"Install it: pip install 'syncprims[torch]'"
+                    f"Install it: {install('torch')}"
                 ) from error
 
     @property

@@ -6,16 +6,18 @@ the last one is attributed to the last one; the time after it is the cost of the
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from syncprims._protocol.trace_file import ROUND, WAITING
 from syncprims.errors import parse_ranks
+from syncprims.interface import Label
+from syncprims.tracing.trace_file import ROUND, WAITING
 
-from .reading import RankTrace, TracedCall, TraceRun
+from .reading import RankTrace, TraceRun
 
 _WINDOWS = 200  # of which each has its own alignment of clocks, at most
 _PER_WINDOW = 20  # rounds in each, at least
@@ -29,7 +31,7 @@ class Alignment(NamedTuple):
 
     hosts: list[str]  #: with another clock than that of the first rank
     error: float  #: seconds, of the worst of them
-    guessed: list[str]  #: hosts that shared no round with the others: aligned by the calendar
+    guessed: list[str]  #: hosts that shared no round with the first: aligned by the calendar
 
 
 @dataclass
@@ -41,33 +43,38 @@ class GroupRounds:
     number: NDArray[Any]  #: of the round, at its group's board
     posted: NDArray[Any]  #: NaN where the member has no such round
     since: NDArray[Any]
-    done: NDArray[Any]  #: NaN also where it never ended
+    until: NDArray[Any]  #: when the member left the round, or was last seen waiting in it
+    absent: NDArray[Any]  #: whether others wait for the member in a round that they never leave
     call: NDArray[Any]  #: number of the late member's call, or of another's if it has none
-    first: NDArray[Any]  #: whether the round is the first of its call
     late: NDArray[Any]  #: column of the member that arrived last; -1 where no member waited
     waited: NDArray[Any]  #: how long each member waited for that one
     last: NDArray[Any]  #: when that one arrived
+
+    def last_rank(self, number: int) -> int | None:
+        """Return which rank arrived last in the round of this number, if others waited for it."""
+        late = int(self.late[np.searchsorted(self.number, number)])
+        return self.members[late] if late >= 0 else None
 
 
 class LateArrivals(NamedTuple):
     """One rank that made others wait at one call."""
 
     late: int
-    call: TracedCall
+    call: Label
     times: int
     waited: float  #: seconds, the sum over all ranks that waited
     longest: float  #: seconds, of one rank in one round
     waiting: list[int]  #: ranks, those that waited longest first
 
 
-class OpenRound(NamedTuple):
-    """A round that some members have not come to when the trace ends, while others wait."""
+class _OpenRound(NamedTuple):
+    """A round in which ranks wait for others when the trace ends."""
 
-    call: TracedCall
+    call: Label
     missing: list[int]
     waiting: list[int]
-    waited: float  #: seconds, the sum over all ranks that wait
     longest: float  #: seconds, of one rank
+    waited: float  #: seconds, the sum over all ranks that wait
 
 
 class RankSummary(NamedTuple):
@@ -80,6 +87,11 @@ class RankSummary(NamedTuple):
     waiting: float  #: seconds of these in rounds
     waited_for: float  #: seconds that others waited for it
     end: str
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of its time that the rank spent in rounds."""
+        return self.waiting / self.span if self.span else 0.0
 
 
 @dataclass
@@ -102,21 +114,19 @@ def analyse(run: TraceRun) -> Analysis:
     alignment = _align(run)
     groups = [
         _group_rounds(run, number, members)
-        for number, members in enumerate(run.names.groups)
+        for number, members in enumerate(run.groups)
         if len(members) > 1
     ]
-    start = min((float(rank.rounds["posted"].min()) for rank in run.ranks if len(rank.rounds)),
-                default=0.0)  # fmt: skip
-    stop = max(start, *map(_last_event, run.ranks))
-    late_arrivals = sorted(_late_arrivals(run, groups), key=lambda one: -one.waited)
+    arrivals = [float(rank.rounds["posted"].min()) for rank in run.ranks if len(rank.rounds)]
+    start = min(arrivals, default=0.0)
+    stop = max(start, *(rank.last_event for rank in run.ranks))
+    late_arrivals = sorted(_late_arrivals(run, groups), key=lambda row: -row.waited)
     summaries = [_summary(run, rank, groups) for rank in run.ranks]
     conclusion, stragglers = _conclusion(run, late_arrivals, summaries)
-    open_rounds = _open_rounds(run, groups, stop)
-    if open_rounds:
-        history = conclusion
-        conclusion, stragglers = _hang(open_rounds)
-        if sum(one.waited for one in late_arrivals) > 2 * sum(one.waited for one in open_rounds):
-            conclusion = f"{conclusion} In all: {history}"
+    if hang := _hang(run, groups, stop):
+        waited, text, stragglers = hang
+        others = sum(row.waited for row in late_arrivals) - waited
+        conclusion = f"{text} In all: {conclusion}" if others > waited else text
     return Analysis(
         run, alignment, groups, late_arrivals, summaries, start, stop, conclusion, stragglers
     )
@@ -140,129 +150,87 @@ def _align(run: TraceRun) -> Alignment:
     clocks: dict[str, list[RankTrace]] = {}
     for rank in run.ranks:
         clocks.setdefault(rank.clock, []).append(rank)
-    first, *left = clocks
-    aligned = list(clocks[first])
-    error = 0.0
-    hosts: list[str] = []
+    first, *others = clocks.values()
+    ours, error = _edges(first), 0.0
     guessed: list[str] = []
-    while left:
-        # First the clock that shares most rounds with those that are aligned already.
-        bounds = {clock: _bounds(aligned, clocks[clock]) for clock in left}
-        clock = max(left, key=lambda clock: len(bounds[clock]))
-        ranks = clocks[clock]
-        hosts.append(ranks[0].host)
-        if len(bounds[clock]):
-            error = max(error, _align_clock(ranks, bounds[clock]))
+    for ranks in others:
+        bounds = np.array(
+            sorted(
+                (released, arrived - ours[key][1], released - ours[key][0])
+                for key, (arrived, released) in _edges(ranks).items()
+                if key in ours
+            )
+        )
+        if len(bounds):
+            windows = np.array_split(bounds, max(1, min(_WINDOWS, len(bounds) // _PER_WINDOW)))
+            low = np.array([window[:, 1].max() for window in windows])
+            high = np.array([window[:, 2].min() for window in windows])
+            at, ahead = [window[:, 0].mean() for window in windows], (low + high) / 2
+            error = max(error, float(np.abs(high - low).max()) / 2)
         else:
             guessed.append(ranks[0].host)
-            ahead = ranks[0].monotonic - ranks[0].wall - (aligned[0].monotonic - aligned[0].wall)
-            _shift(ranks, [0.0], [float(ahead)])
-        left.remove(clock)
-        aligned += ranks
-    return Alignment(hosts, error / 1e9, guessed)
+            by_calendar = [trace.monotonic - trace.wall for trace in (ranks[0], first[0])]
+            at, ahead = [0.0], np.array([by_calendar[0] - by_calendar[1]])
+        for rank in ranks:
+            for name in ("posted", "since", "done"):
+                times = rank.rounds[name]
+                known = times > 0
+                times[known] -= np.interp(times[known], at, ahead).astype(np.int64)
+            if rank.left is not None:
+                when, outcome = rank.left
+                rank.left = when - int(np.interp(when, at, ahead)), outcome
+    return Alignment([ranks[0].host for ranks in others], error / 1e9, guessed)
 
 
-def _edges(ranks: list[RankTrace]) -> dict[int, dict[int, tuple[int, int]]]:
+def _edges(ranks: list[RankTrace]) -> dict[tuple[int, int], tuple[int, int]]:
     """Return by group and round the last arrival and the first release among `ranks`."""
-    found: dict[int, dict[int, tuple[int, int]]] = {}
+    edges: dict[tuple[int, int], tuple[int, int]] = {}
     for rank in ranks:
         rounds = rank.rounds[(rank.rounds["kind"] == ROUND) & (rank.rounds["outcome"] == 0)]
-        columns = (rounds[name].tolist() for name in ("number", "group", "posted", "done"))
-        for number, group, posted, done in zip(*columns, strict=True):
-            seen = found.setdefault(group, {})
-            before = seen.get(number)
-            if before is not None:
-                posted, done = max(posted, before[0]), min(done, before[1])
-            seen[number] = posted, done
-    return found
-
-
-def _bounds(aligned: list[RankTrace], others: list[RankTrace]) -> NDArray[Any]:
-    """Return a row for each round in which both took part: when, the lower and the upper bound."""
-    ours, theirs = _edges(aligned), _edges(others)
-    rows: list[tuple[int, int, int]] = []
-    for group, rounds in theirs.items():
-        mine = ours.get(group, {})
-        for number in rounds.keys() & mine.keys():
-            arrived_b, released_b = rounds[number]
-            arrived_a, released_a = mine[number]
-            rows.append((released_b, arrived_b - released_a, released_b - arrived_a))
-    return np.array(sorted(rows), dtype=np.int64).reshape(len(rows), 3)
-
-
-def _align_clock(ranks: list[RankTrace], bounds: NDArray[Any]) -> float:
-    """Subtract from the times of `ranks` what their clock is ahead; return the error in ns."""
-    count = max(1, min(_WINDOWS, len(bounds) // _PER_WINDOW))
-    centres: list[float] = []
-    middles: list[float] = []
-    error = 0.0
-    for window in np.array_split(bounds, count):
-        low, high = int(window[:, 1].max()), int(window[:, 2].min())
-        centres.append(float(window[:, 0].mean()))
-        middles.append(low + (high - low) / 2)
-        error = max(error, abs(high - low) / 2)
-    _shift(ranks, centres, middles)
-    return error
-
-
-def _shift(ranks: list[RankTrace], at: list[float], ahead: list[float]) -> None:
-    """Subtract from all times what the clock is ahead then, interpolated between the points."""
-    for rank in ranks:
-        for name in ("posted", "since", "done"):
-            times = rank.rounds[name]
-            known = times > 0
-            times[known] -= np.interp(times[known], at, ahead).astype(np.int64)
-        if rank.left is not None:
-            when, outcome = rank.left
-            rank.left = when - int(np.interp(when, at, ahead)), outcome
+        for group, number, posted, done in rounds[["group", "number", "posted", "done"]].tolist():
+            arrived, released = edges.get((group, number), (posted, done))
+            edges[group, number] = max(arrived, posted), min(released, done)
+    return edges
 
 
 # -- waiting -----------------------------------------------------------------------------------
 
 
-def _last_event(rank: RankTrace) -> float:
-    left = rank.left[0] if rank.left else 0
-    rounds = rank.rounds
-    return float(max(left, rounds["done"].max(initial=0), rounds["posted"].max(initial=0)))
-
-
 def _group_rounds(run: TraceRun, group: int, members: tuple[int, ...]) -> GroupRounds:
     column = {member: index for index, member in enumerate(members)}
-    found = [
-        (column[rank.rank], rank.rounds[rank.rounds["group"] == group])
+    recorded = [
+        (rank, column[rank.rank], rank.rounds[rank.rounds["group"] == group])
         for rank in run.ranks
         if rank.rank in column
     ]
-    numbers = np.unique(np.concatenate([rounds["number"] for _, rounds in found]))
+    numbers = np.unique(np.concatenate([rounds["number"] for _, _, rounds in recorded]))
     shape = len(numbers), len(members)
-    posted, since, done = (np.full(shape, np.nan) for _ in range(3))
+    posted, since, until = (np.full(shape, np.nan) for _ in range(3))
     call = np.full(shape, -1)
-    failed, first = np.zeros((2, len(numbers)), bool)
-    gone = np.zeros(shape, bool)  # the member's record ends before this round
-    seen = np.full(shape, np.nan)  # when the member was last seen waiting
-    never = np.zeros(shape, bool)  # the others wait for it, and the round never ends
-    for index, rounds in found:
+    failed = np.zeros(len(numbers), bool)
+    absent, gone = np.zeros((2, *shape), bool)  # gone: its record ends before this round
+    for rank, index, rounds in recorded:
         at = np.searchsorted(numbers, rounds["number"])
         over = rounds["kind"] == ROUND
         posted[at, index], since[at, index] = rounds["posted"], rounds["since"]
-        done[at[over], index] = rounds["done"][over]
+        until[at[over], index] = rounds["done"][over]
         call[at, index] = rounds["call"]
-        first[at] |= ~rounds["further"]
         failed[at[(rounds["outcome"] > 0) & over]] = True
-        for row, waits in zip(at, rounds, strict=True) if (rounds["kind"] == WAITING).any() else ():
-            for missing in _missing(run, waits):
-                never[row, column[missing]] = True
-                seen[row, index] = waits["done"]
+        waiting = (rounds["kind"] == WAITING) & (rounds["done"] > 0) & (rank.left is None)
+        for row, waits in zip(at[waiting], rounds[waiting], strict=True):
+            with contextlib.suppress(ValueError):  # a damaged text
+                missing = {*parse_ranks(run.outcomes[int(waits["outcome"])])} & column.keys()
+                absent[row, [column[late] for late in missing]] = True
+                if missing:
+                    until[row, index] = waits["done"]
         gone[:, index] = numbers > rounds["number"].max(initial=0)
-    arrival = np.where(np.isnan(posted), -np.inf, posted)
-    late: NDArray[Any] = arrival.argmax(axis=1)
-    last: NDArray[Any] = arrival.max(axis=1)
     # If a member never arrived, all waited for that one until the round failed, or to the end.
-    absent = never | (failed[:, None] & gone)
-    late = np.where(absent.any(axis=1), absent.argmax(axis=1), late)
-    until = np.where(np.isnan(done), seen, done)
-    ended: NDArray[Any] = np.where(np.isnan(until), -np.inf, until).max(axis=1)
-    last = np.where(absent.any(axis=1), ended, last)
+    blamed = absent | (failed[:, None] & gone)
+    never = blamed.any(axis=1)
+    arrival = np.where(np.isnan(posted), -np.inf, posted)
+    ended = np.where(np.isnan(until), -np.inf, until)
+    late: NDArray[Any] = np.where(never, blamed.argmax(axis=1), arrival.argmax(axis=1))
+    last: NDArray[Any] = np.where(never, ended.max(axis=1), arrival.max(axis=1))
     waited = np.fmax(np.fmin(until, last[:, None]) - since, 0.0)
     waited = np.where(np.isnan(until), 0.0, waited)
     rows = np.arange(len(numbers))
@@ -271,78 +239,40 @@ def _group_rounds(run: TraceRun, group: int, members: tuple[int, ...]) -> GroupR
     known = call[rows, np.maximum(late, 0)]
     call = np.where(known >= 0, known, call.max(axis=1, initial=-1))
     return GroupRounds(
-        group, members, numbers, posted, since, done, call, first, late, waited, last
+        group, members, numbers, posted, since, until, absent, call, late, waited, last
     )
-
-
-def _missing(run: TraceRun, waits: Any) -> list[int]:
-    """Return for which ranks a rank waits in a round that it has not left, where known."""
-    if waits["kind"] != WAITING or not waits["done"]:
-        return []
-    members = run.names.groups[int(waits["group"])]
-    try:
-        missing = parse_ranks(run.names.outcomes[int(waits["outcome"])])
-    except ValueError:  # a damaged text
-        return []
-    return [rank for rank in missing if rank in members]
-
-
-def _open_rounds(run: TraceRun, groups: list[GroupRounds], stop: float) -> list[OpenRound]:
-    """Return the rounds in which ranks wait when the trace ends, the longest wait first."""
-    found: dict[tuple[int, int], set[int]] = {}
-    for rank in run.ranks:
-        for waits in rank.rounds[rank.rounds["done"] >= stop - _AT_THE_END]:
-            if rank.left is None and (missing := _missing(run, waits)):
-                found.setdefault((int(waits["group"]), int(waits["number"])), set()).update(missing)
-    open_rounds: list[OpenRound] = []
-    for group in groups:
-        for (number, round_), absent in found.items():
-            if number == group.group:
-                row = int(np.searchsorted(group.number, round_))
-                seconds = (group.waited[row] / 1e9).tolist()
-                waited = dict(zip(group.members, seconds, strict=True))
-                waiting = [rank for rank in group.members if waited[rank] and rank not in absent]
-                open_rounds.append(OpenRound(
-                    run.names.calls[int(group.call[row])], sorted(absent), waiting,
-                    sum(waited.values()), max(waited.values()),
-                ))  # fmt: skip
-    return sorted(open_rounds, key=lambda one: -one.longest)
 
 
 def _late_arrivals(run: TraceRun, groups: list[GroupRounds]) -> list[LateArrivals]:
     """Return one entry for every rank that was late at a call, over all groups."""
-    found: dict[tuple[int, int], tuple[int, NDArray[Any], float]] = {}
+    totals: dict[tuple[int, int], tuple[int, NDArray[Any], float]] = {}
     for rounds in groups:
-        calls_begun = np.cumsum(rounds.first)
-        chosen = np.flatnonzero(rounds.late >= 0)
-        keys = np.stack([rounds.late[chosen], rounds.call[chosen]])
-        pairs, which = np.unique(keys, axis=1, return_inverse=True)
-        for number, (late, call) in enumerate(pairs.T):
-            at = chosen[which.ravel() == number]
-            key = rounds.members[int(late)], int(call)
-            times, sums, longest = found.get(key, (0, np.zeros(run.world_size), 0.0))
-            sums[list(rounds.members)] += rounds.waited[at].sum(axis=0)
-            times += len(np.unique(calls_begun[at]))
-            found[key] = times, sums, max(longest, float(rounds.waited[at].max()))
+        for late, call in {*zip(rounds.late.tolist(), rounds.call.tolist(), strict=True)}:
+            if late >= 0:
+                at = np.flatnonzero((rounds.late == late) & (rounds.call == call))
+                key = rounds.members[late], call
+                times, sums, longest = totals.get(key, (0, np.zeros(run.world_size), 0.0))
+                sums[list(rounds.members)] += rounds.waited[at].sum(axis=0)
+                totals[key] = times + len(at), sums, max(longest, float(rounds.waited[at].max()))
     return [
         LateArrivals(
             late,
-            run.names.calls[call],
+            run.calls[call],
             times,
             float(sums.sum()) / 1e9,
             longest / 1e9,
             [int(rank) for rank in np.argsort(-sums, kind="stable") if sums[rank] > 0],
         )
-        for (late, call), (times, sums, longest) in found.items()
+        for (late, call), (times, sums, longest) in totals.items()
     ]
 
 
 def _summary(run: TraceRun, rank: RankTrace, groups: list[GroupRounds]) -> RankSummary:
     rounds = rank.rounds
-    starts = [n for n, call in enumerate(run.names.calls) if call.kind == START_KIND]
+    starts = [number for number, call in enumerate(run.calls) if call.kind == START_KIND]
     in_start = np.isin(rounds["call"], starts)
     joined = rounds["done"][in_start & (rounds["kind"] == ROUND)]
-    end = _last_event(rank)
+    end = rank.last_event
     begin = joined.max() if len(joined) else rounds["posted"].min(initial=int(end))
     span = end - float(begin)
     known = rounds[~in_start & (rounds["done"] > 0)]
@@ -350,47 +280,70 @@ def _summary(run: TraceRun, rank: RankTrace, groups: list[GroupRounds]) -> RankS
     waited_for = 0.0
     for group in groups:
         if rank.rank in group.members:
-            mine = group.late == group.members.index(rank.rank)
-            waited_for += float(group.waited[mine & ~np.isin(group.call, starts)].sum())
+            its_fault = group.late == group.members.index(rank.rank)
+            waited_for += float(group.waited[its_fault & ~np.isin(group.call, starts)].sum())
     return RankSummary(
         rank.rank, rank.host, len(rounds), span / 1e9, min(waiting, span) / 1e9,
         waited_for / 1e9, _describe_end(run, rank),
     )  # fmt: skip
 
 
+# -- in words ----------------------------------------------------------------------------------
+
+
 def _describe_end(run: TraceRun, rank: RankTrace) -> str:
     if rank.left is not None:
         return f"with {rank.left[1]}" if rank.left[1] else "well"
-    open_rounds = rank.rounds[rank.rounds["kind"] != ROUND]
-    if len(open_rounds):
-        last = open_rounds[open_rounds["posted"].argmax()]
-        over = rank.rounds[rank.rounds["kind"] == ROUND]
-        if last["posted"] >= over["done"].max(initial=0):
-            call = run.names.calls[int(last["call"])]
-            return f"killed, or still running: waits at {call} ({call.site})"
-    return "killed, or still running"
+    over = rank.rounds["kind"] == ROUND
+    after = rank.rounds["posted"] >= rank.rounds["done"][over].max(initial=0)
+    open_rounds = rank.rounds[~over & after]
+    if not len(open_rounds):
+        return "killed, or still running"
+    last = open_rounds[open_rounds["posted"].argmax()]
+    return f"killed, or still running: waits at {run.calls[int(last['call'])]}"
 
 
-def _hang(open_rounds: list[OpenRound]) -> tuple[str, list[int]]:
-    """Return which ranks the others wait for when the trace ends, as a sentence, and these."""
-    waiting = sorted({rank for one in open_rounds for rank in one.waiting})
+def _hang(
+    run: TraceRun, groups: list[GroupRounds], stop: float
+) -> tuple[float, str, list[int]] | None:
+    """Return for which ranks others wait when the trace ends; None if no rank waits then.
+
+    That is the sum of these waits in seconds, a sentence, and the ranks to blame.
+    """
+    waits: list[_OpenRound] = []
+    for group in groups:
+        seen = np.where(np.isnan(group.until), 0.0, group.until).max(axis=1)
+        for row in np.flatnonzero(group.absent.any(axis=1) & (seen >= stop - _AT_THE_END)):
+            waited, absent = group.waited[row] / 1e9, group.absent[row]
+            members = np.array(group.members)
+            missing, waiting = members[absent].tolist(), members[(waited > 0) & ~absent].tolist()
+            call = run.calls[int(group.call[row])]
+            times = float(waited.max()), float(waited.sum())
+            waits.append(_OpenRound(call, missing, waiting, *times))
+    if not waits:
+        return None
+    total = sum(wait.waited for wait in waits)
+    waiting = sorted({rank for wait in waits for rank in wait.waiting})
     # A rank that waits itself is late because of another.
-    causes = sorted({rank for one in open_rounds for rank in one.missing} - {*waiting})
+    causes = sorted({rank for wait in waits for rank in wait.missing} - {*waiting})
     if not causes:
         each = "; ".join(
-            f"{_names(one.waiting).lower()} in {one.call} ({one.call.site}) for "
-            f"{_names(one.missing).lower()}"
-            for one in open_rounds
+            f"{_names(wait.waiting).lower()} in {wait.call} for {_names(wait.missing).lower()}"
+            for wait in waits
         )
-        return f"{_names(waiting)} wait for each other: {each}.", waiting
-    worst = next(one for one in open_rounds if set(one.missing) & set(causes))
+        return total, f"{_names(waiting)} wait for each other: {each}.", waiting
+    worst = max((wait for wait in waits if {*wait.missing} & {*causes}), key=lambda w: w.longest)
     late = [rank for rank in causes if rank in worst.missing]
     verb = "has" if len(late) == 1 else "have"
     count = f"{len(waiting)} ranks have" if len(waiting) > 1 else f"rank {waiting[0]} has"
     return (
-        f"{_names(late)} {verb} not come to {worst.call} ({worst.call.site}); {count} waited "
-        f"{seconds_text(worst.longest)}."
-    ), causes
+        total,
+        (
+            f"{_names(late)} {verb} not come to {worst.call}; {count} waited "
+            f"{seconds_text(worst.longest)}."
+        ),
+        causes,
+    )
 
 
 def _conclusion(
@@ -399,34 +352,32 @@ def _conclusion(
     """Return the result in one sentence, and the stragglers, if there are any."""
     if run.world_size == 1:
         return "A world of one: no rank waits for another.", []
-    never = sorted({one.late for one in late_arrivals} - {one.rank for one in summaries})
+    never = sorted({row.late for row in late_arrivals} - {rank.rank for rank in summaries})
     if never:
         return f"{_names(never)} never came, and left no trace: the others waited.", never
-    total = sum(one.waited_for for one in summaries)
-    spent = sum(one.span for one in summaries)
-    if not spent or total < _NEGLIGIBLE * spent:
-        share = total / spent if spent else 0.0
-        return f"No rank makes others wait: that takes {share:.1%} of the ranks' time.", []
-    worst = sorted(summaries, key=lambda one: -one.waited_for)
-    found: list[int] = []
-    share = 0.0
-    for one in worst[: max(1, min(3, (run.world_size - 1) // 2))]:
-        found.append(one.rank)
-        share += one.waited_for / total
-        if share >= (0.5 + 0.4 / run.world_size if len(found) == 1 else 0.8):
+    total = sum(rank.waited_for for rank in summaries)
+    spent = sum(rank.span for rank in summaries)
+    share = total / spent if spent else 0.0
+    if share < _NEGLIGIBLE:
+        return f"No rank makes others wait: waiting takes {share:.1%} of the ranks' time.", []
+    worst = sorted(summaries, key=lambda rank: -rank.waited_for)
+    for count in range(1, max(1, min(3, run.world_size // 2)) + 1):
+        stragglers = [rank.rank for rank in worst[:count]]
+        waited = sum(rank.waited_for for rank in worst[:count])
+        if waited >= (0.5 + 0.4 / run.world_size if count == 1 else 0.8) * total:
             break
     else:
         return (
             f"No rank is the straggler: ranks waited {seconds_text(total)} for each other in all, "
-            f"{total / spent:.0%} of their time, {worst[0].waited_for / total:.0%} of it for rank "
-            f"{worst[0].rank}, mostly at {_main_places(late_arrivals, [worst[0].rank])}."
+            f"{share:.0%} of their time, {worst[0].waited_for / total:.0%} of it for rank "
+            f"{worst[0].rank}, mostly at {_main_calls(late_arrivals, [worst[0].rank])}."
         ), []
-    verb, them = ("is the straggler", "it") if len(found) == 1 else ("are the stragglers", "them")
+    verb, them = ("is the straggler", "it") if count == 1 else ("are the stragglers", "them")
     return (
-        f"{_names(found)} {verb}: the others waited {seconds_text(share * total)} for {them} in "
-        f"all, {share:.0%} of all waiting for a rank, mostly at "
-        f"{_main_places(late_arrivals, found)}."
-    ), found
+        f"{_names(stragglers)} {verb}: the others waited {seconds_text(waited)} for {them} in "
+        f"all, {waited / total:.0%} of all waiting for a rank, mostly at "
+        f"{_main_calls(late_arrivals, stragglers)}."
+    ), stragglers
 
 
 def _names(ranks: list[int]) -> str:
@@ -435,14 +386,13 @@ def _names(ranks: list[int]) -> str:
     return f"Ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _main_places(late_arrivals: list[LateArrivals], ranks: list[int]) -> str:
+def _main_calls(late_arrivals: list[LateArrivals], ranks: list[int]) -> str:
     """Return the call at which others waited longest for each of these ranks."""
-    places: dict[str, None] = {}
-    for rank in ranks:
-        calls = [one.call for one in late_arrivals if one.late == rank]
-        for call in [call for call in calls if call.kind != START_KIND][:1]:
-            places[f"{call} ({call.site})"] = None
-    return " and ".join(places)
+    calls: dict[int, str] = {}
+    for row in late_arrivals:  # worst first
+        if row.late in ranks and row.call.kind != START_KIND:
+            calls.setdefault(row.late, str(row.call))
+    return " and ".join(dict.fromkeys(calls.values()))
 
 
 def seconds_text(seconds: float) -> str:

@@ -8,103 +8,122 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from syncprims._protocol.trace_file import ROUND
-from syncprims.errors import BackendUnavailable, ConfigurationError
+from syncprims.errors import BackendUnavailable, ConfigurationError, install
+from syncprims.tracing.trace_file import ROUND
 
-from .analysis import Analysis, GroupRounds, seconds_text
+from .analysis import Analysis, seconds_text
 from .reading import RankTrace
 
-Intervals = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
-
 MOST_SLICES = 500_000  # viewers become slow beyond
-MOST_ARROWS = 5_000
 
-WAITS = "#f08c2e"  #: waiting
+WAITS = "#f08c2e"  #: the rank waits
 LATE = "#1f3a5f"  #: others wait for this rank
 WORKS = "#e9edf1"  #: anything else
 
 _COLUMNS = 1600  # of an image
-_LANES = 3  # of labels above it
-_FORMATS = ("png", "svg", "pdf", "jpg", "webp")  # that matplotlib has everywhere
 _INCHES = 12.0
 
 
-@dataclass
-class TimelineRow:
-    """One rank. `waits` and `late` are arrays: begin and end in seconds, and the call's number."""
-
-    rank: int
-    name: str
-    note: str  #: how much it waited, and others for it
-    waits: Intervals
-    late: Intervals
-    begin: float
-    end: float
-    failed: bool
+# -- an image ----------------------------------------------------------------------------------
 
 
-@dataclass
-class Timeline:
-    """The rows of all ranks, and the calls to name above them."""
+def draw_image(analysis: Analysis, path: Path) -> None:
+    """Write the timeline to `path`, in the format of its suffix; without one, as a PNG.
 
-    rows: list[TimelineRow]
-    length: float  #: seconds
-    marks: list[tuple[float, float, str]]  #: worst first: when, all waiting in seconds, call
-
-
-def timeline(analysis: Analysis) -> Timeline:
-    """Return the timeline of `analysis`, in seconds from its first arrival."""
-    start = analysis.start
-    late: dict[int, list[Any]] = {}
-    marks: list[tuple[float, float, str]] = []
-    for group in analysis.groups:
-        waited = group.waited.sum(axis=1)
-        arrived = np.where(group.waited > 0, group.since, np.inf).min(axis=1, initial=np.inf)
-        for index, member in enumerate(group.members):
-            mine = (group.late == index) & np.isfinite(arrived)
-            found = np.stack([arrived[mine], group.last[mine], group.call[mine]])
-            late.setdefault(member, []).append(found)
-        for at in np.argsort(-waited, kind="stable")[:400]:
-            if waited[at] > 0:
-                call = analysis.run.names.calls[int(group.call[at])]
-                when = (float(arrived[at]) + float(group.last[at])) / 2 - start
-                marks.append((when / 1e9, float(waited[at]) / 1e9, str(call)))
-    marks.sort(key=lambda mark: -mark[1])
-    marks = [mark for mark in marks if mark[1] > marks[0][1] / 20]
-    several_hosts = len({one.host for one in analysis.summaries}) > 1
-    rows: list[TimelineRow] = []
-    for rank, one in zip(analysis.run.ranks, analysis.summaries, strict=True):
-        rounds = rank.rounds[rank.rounds["done"] > 0]
-        own = np.stack([rounds["since"], rounds["done"], rounds["call"]]).astype(float)
-        others = np.concatenate([np.empty((3, 0)), *late.get(rank.rank, [])], axis=1)
-        share = one.waiting / one.span if one.span else 0.0
-        begin = float(rank.rounds["posted"].min(initial=int(analysis.stop)))
-        end = max(float(rank.rounds["done"].max(initial=0)), rank.left[0] if rank.left else 0)
-        rows.append(
-            TimelineRow(
-                rank.rank,
-                f"rank {rank.rank}" + (f"  {rank.host}" if several_hosts else ""),
-                f"{share:.0%} waiting, waited for {seconds_text(one.waited_for)}",
-                _in_seconds(own, start),
-                _in_seconds(others, start),
-                (begin - start) / 1e9,
-                (end - start) / 1e9,
-                one.end != "well",
-            )
+    :raises BackendUnavailable: if matplotlib is not installed.
+    :raises ConfigurationError: if matplotlib has no format with that suffix.
+    :raises OSError: if the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"--png draws with matplotlib, which is not installed: {install('trace')}. Or open "
+            f"trace.json at ui.perfetto.dev"
+        ) from error
+    kind = path.suffix[1:].lower() or "png"
+    count = len(analysis.summaries)
+    row_height = min(0.34, max(0.13, 8.0 / count))
+    height = row_height * count + 1.6
+    figure: Any = Figure(figsize=(_INCHES, height), dpi=110)
+    formats = FigureCanvasAgg(figure).get_supported_filetypes()
+    if kind not in formats:
+        raise ConfigurationError(
+            f"--png {path}: matplotlib has no format {kind!r}; end the name with one of "
+            f"{', '.join(formats)}"
         )
-    return Timeline(rows, max((analysis.stop - start) / 1e9, 1e-9), marks)
+    several_hosts = len({summary.host for summary in analysis.summaries}) > 1
+    names = [
+        f"rank {summary.rank}" + (f"  {summary.host}" if several_hosts else "")
+        for summary in analysis.summaries
+    ]
+    length = max((analysis.stop - analysis.start) / 1e9, 1e-9)
+    left = 0.03 + 0.0065 * max(map(len, names))
+    axes: Any = figure.add_axes((left, 0.75 / height, 0.785 - left, row_height * count / height))
+    rows = [_row_pixels(analysis, rank) for rank in analysis.run.ranks]
+    axes.imshow(rows, aspect="auto", interpolation="nearest",
+                extent=(0, length, count - 0.5, -0.5))  # fmt: skip
+    for at in range(1, count):
+        axes.axhline(at - 0.5, color="white", linewidth=1.5 if count <= 16 else 0.6)
+    size = 10 if row_height > 0.2 else 7
+    axes.set_yticks(range(count), names, fontsize=size)
+    for at, (rank, summary) in enumerate(zip(analysis.run.ranks, analysis.summaries, strict=True)):
+        straggles = summary.rank in analysis.stragglers
+        style = {"color": LATE, "fontweight": "bold"} if straggles else {"color": "#555"}
+        text = f"{summary.waiting_share:.0%} waiting, waited for {seconds_text(summary.waited_for)}"
+        axes.text(1.008, at, text, transform=axes.get_yaxis_transform(), va="center",
+                  fontsize=size, **style)  # fmt: skip
+        axes.get_yticklabels()[at].set(**style)
+        if summary.end != "well":
+            end = (rank.last_event - analysis.start) / 1e9
+            axes.plot(end, at, marker="x", color="#c92a2a", markersize=6, clip_on=False)
+    axes.tick_params(length=0, axis="y")
+    axes.set(xlabel="seconds", xlim=(0, length), ylim=(count - 0.5, -0.5))
+    axes.spines[:].set_visible(False)
+    figure.text(0.012, 1 - 0.25 / height, analysis.conclusion, fontsize=11, fontweight="bold",
+                va="center", wrap=True)  # fmt: skip
+    meanings = {WORKS: "works", WAITS: "waits", LATE: "the others wait for it"}
+    handles = [Patch(color=colour, label=label) for colour, label in meanings.items()]
+    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(left, 0.0), ncols=3,
+                  frameon=False, fontsize=9)  # fmt: skip
+    figure.savefig(path, format=kind)  # without `format`, matplotlib adds a suffix to the name
 
 
-def _in_seconds(found: NDArray[Any], start: float) -> Intervals:
-    begin, end, call = found[:, np.argsort(found[0], kind="stable")]
-    return (begin - start) / 1e9, (end - start) / 1e9, call.astype(int)
+def _row_pixels(analysis: Analysis, rank: RankTrace) -> NDArray[Any]:
+    """Return the row of a rank as colours, mixed where many waits share a column."""
+    from matplotlib.colors import to_rgb
+
+    start, length = analysis.start, max(analysis.stop - analysis.start, 1.0)
+    edges = np.linspace(0, length, _COLUMNS + 1)  # ns
+    pixels = np.ones((_COLUMNS, 3))
+    begin = rank.rounds["posted"].min(initial=int(analysis.stop)) - start
+    pixels[(edges[1:] > begin) & (edges[:-1] < rank.last_event - start)] = to_rgb(WORKS)
+    rounds = rank.rounds[rank.rounds["done"] > 0]
+    waits = rounds["since"].astype(float), rounds["done"].astype(float)
+    for colour, (since, until) in ((WAITS, waits), (LATE, _late_intervals(analysis, rank.rank))):
+        share = _coverage(since - start, until - start, edges)[:, None]
+        pixels = pixels * (1 - share) + share * np.array(to_rgb(colour))
+    return pixels
+
+
+def _late_intervals(analysis: Analysis, rank: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return from when to when other ranks waited for this one: begins and ends in ns."""
+    begins, ends = [np.empty(0)], [np.empty(0)]
+    for group in analysis.groups:
+        if rank in group.members:
+            chosen = group.late == group.members.index(rank)
+            since = np.where(group.waited[chosen] > 0, group.since[chosen], np.inf)
+            begins.append(since.min(axis=1, initial=np.inf))
+            ends.append(group.last[chosen])
+    return np.concatenate(begins), np.concatenate(ends)
 
 
 def _coverage(begin: NDArray[Any], end: NDArray[Any], edges: NDArray[Any]) -> NDArray[Any]:
@@ -123,112 +142,14 @@ def _coverage(begin: NDArray[Any], end: NDArray[Any], edges: NDArray[Any]) -> ND
     return share
 
 
-# -- an image ----------------------------------------------------------------------------------
-
-
-def draw_image(analysis: Analysis, path: Path) -> None:
-    """Write the timeline to `path`, in the format of its suffix; without one, as a PNG.
-
-    :raises BackendUnavailable: if matplotlib is not installed.
-    :raises ConfigurationError: if there is no format with that suffix.
-    :raises OSError: if it cannot be written.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise BackendUnavailable(
-            "--png draws with matplotlib, which is not installed: pip install 'syncprims[trace]', "
-            "or open trace.json at ui.perfetto.dev"
-        ) from error
-    kind = path.suffix[1:].lower() or "png"
-    if kind not in _FORMATS:
-        raise ConfigurationError(
-            f"--png {path}: there is no format {kind!r}; the ending is one of {', '.join(_FORMATS)}"
-        )
-    shown = timeline(analysis)
-    count = len(shown.rows)
-    row_height = min(0.34, max(0.13, 8.0 / count))
-    height = row_height * count + 2.1
-    figure: Any = Figure(figsize=(_INCHES, height), dpi=110)
-    FigureCanvasAgg(figure)
-    longest = max(len(row.name) for row in shown.rows)
-    left = 0.03 + 0.0065 * longest
-    axes: Any = figure.add_axes((left, 0.75 / height, 0.785 - left, row_height * count / height))
-    axes.imshow(_pixels(shown), aspect="auto", interpolation="nearest",
-                extent=(0, shown.length, count - 0.5, -0.5))  # fmt: skip
-    for at in range(1, count):
-        axes.axhline(at - 0.5, color="white", linewidth=1.5 if count <= 16 else 0.6)
-    size = 10 if row_height > 0.2 else 7
-    axes.set_yticks(range(count), [row.name for row in shown.rows], fontsize=size)
-    for at, row in enumerate(shown.rows):
-        straggles = row.rank in analysis.stragglers
-        style = {"color": LATE, "fontweight": "bold"} if straggles else {"color": "#555"}
-        axes.text(1.008, at, row.note, transform=axes.get_yaxis_transform(), va="center",
-                  fontsize=size, **style)  # fmt: skip
-        if straggles:
-            axes.get_yticklabels()[at].set(**style)
-        if row.failed:
-            axes.plot(row.end, at, marker="x", color="#c92a2a", markersize=6, clip_on=False)
-    axes.tick_params(length=0, axis="y")
-    axes.set_xlabel("seconds")
-    axes.spines[:].set_visible(False)
-    _add_labels(axes, shown, row_height)
-    figure.text(0.012, 1 - 0.25 / height, analysis.conclusion, fontsize=11, fontweight="bold",
-                va="center", wrap=True)  # fmt: skip
-    meanings = {WORKS: "works", WAITS: "waits", LATE: "the others wait for it"}
-    handles = [Patch(color=colour, label=label) for colour, label in meanings.items()]
-    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(left, 0.0), ncols=3,
-                  frameon=False, fontsize=9)  # fmt: skip
-    figure.savefig(path, format=kind)  # without `format`, matplotlib adds a suffix to the name
-
-
-def _pixels(shown: Timeline) -> Any:
-    """Return the rows as colours, mixed where many waits share a column."""
-    from matplotlib.colors import to_rgb
-
-    edges = np.linspace(0, shown.length, _COLUMNS + 1)
-    middle = (edges[:-1] + edges[1:]) / 2
-    image = np.ones((len(shown.rows), _COLUMNS, 3))
-    for at, row in enumerate(shown.rows):
-        image[at, (middle >= row.begin) & (middle <= row.end)] = to_rgb(WORKS)
-        for colour, (begin, end, _) in ((WAITS, row.waits), (LATE, row.late)):
-            share = _coverage(begin, end, edges)[:, None]
-            image[at] = image[at] * (1 - share) + share * np.array(to_rgb(colour))
-    return image
-
-
-def _add_labels(axes: Any, shown: Timeline, row_height: float) -> None:
-    """Name the calls with the longest waits above the rows, where there is space."""
-    per_character = shown.length * 0.0078
-    taken: list[list[tuple[float, float]]] = [[] for _ in range(_LANES)]
-    for when, _, call in shown.marks:
-        text = call if len(call) <= 40 else f"{call[:37]}..."
-        half = (len(text) + 2) * per_character / 2
-        middle = min(max(when, half), shown.length - half)
-        for lane, spans in enumerate(taken):
-            if all(middle + half < a or middle - half > b for a, b in spans):
-                spans.append((middle - half, middle + half))
-                up = -0.5 - (0.10 + 0.17 * lane) / row_height
-                axes.text(middle, up, text, ha="center", va="bottom", fontsize=8, color="#333",
-                          backgroundcolor="white", bbox={"pad": 0.5, "color": "white"})  # fmt: skip
-                axes.plot([when, when], [up, -0.5], color="#bbb", linewidth=0.7, clip_on=False,
-                          zorder=0)  # fmt: skip
-                break
-    axes.set_ylim(len(shown.rows) - 0.5, -0.5)
-    axes.set_xlim(0, shown.length)
-
-
 # -- a trace for Perfetto ----------------------------------------------------------------------
 
 
 def write_chrome_trace(analysis: Analysis, path: Path) -> int:
     """Write a trace to `path`, completely or not at all, in the JSON of the Trace Event Format.
 
-    It has a process for each rank, a thread in it for each group, a slice for each wait, and an
-    arrow from the rank that arrived last to the one that waited longest for it. Returns how many of
-    the shortest waits are left out.
+    It has a process for each rank, a thread in it for each group, and a slice for each wait, which
+    says for which rank. Returns how many of the shortest waits are left out.
 
     :raises OSError: if it cannot be written.
     """
@@ -257,58 +178,40 @@ def _events(analysis: Analysis, shortest: float) -> Iterator[dict[str, Any]]:
         yield {**about, "name": "process_name", "args": {"name": name}}
         yield {**about, "name": "process_sort_index", "args": {"sort_index": rank.rank}}
         for group in sorted({int(number) for number in rank.rounds["group"]}):
-            members = run.names.groups[group]
+            members = run.groups[group]
             everyone = len(members) == run.world_size
             text = "all ranks" if everyone else f"ranks {', '.join(map(str, members))}"
             yield {**about, "tid": group, "name": "thread_name", "args": {"name": text[:200]}}
         yield from _slices(analysis, rank, shortest)
-    yield from _arrows(analysis)
 
 
 def _slices(analysis: Analysis, rank: RankTrace, shortest: float) -> Iterator[dict[str, Any]]:
-    names, start, rounds = analysis.run.names, analysis.start, rank.rounds
+    run, start, rounds = analysis.run, analysis.start, rank.rounds
+    groups = {group.group: group for group in analysis.groups}
     chosen = rounds[(rounds["done"] == 0) | (rounds["done"] - rounds["since"] > shortest)]
-    for one in chosen[np.argsort(chosen["since"], kind="stable")]:
-        call = names.calls[int(one["call"])]
-        args: dict[str, Any] = {"where": call.site, "round": int(one["number"])}
-        if one["since"] > one["posted"]:
-            args["posted"] = _microseconds(float(one["posted"]) - start)
-        if one["outcome"]:
-            what = "error" if one["kind"] == ROUND else "waits for ranks"
-            args[what] = names.outcomes[int(one["outcome"])]
+    for entry in chosen[np.argsort(chosen["since"], kind="stable")]:
+        call = run.calls[int(entry["call"])]
+        args: dict[str, Any] = {"where": call.site, "round": int(entry["number"])}
+        if entry["since"] > entry["posted"]:
+            args["posted"] = _microseconds(float(entry["posted"]) - start)
+        late = None
+        if group := groups.get(int(entry["group"])):
+            late = group.last_rank(int(entry["number"]))
+        if late not in (None, rank.rank):
+            args["last to come"] = late
+        if entry["outcome"]:
+            what = "error" if entry["kind"] == ROUND else "waits for ranks"
+            args[what] = run.outcomes[int(entry["outcome"])]
         event: dict[str, Any] = {
-            "name": str(call), "cat": call.kind, "pid": rank.rank, "tid": int(one["group"]),
-            "ts": _microseconds(float(one["since"]) - start), "args": args,
+            "name": call.call, "cat": call.kind, "pid": rank.rank, "tid": int(entry["group"]),
+            "ts": _microseconds(float(entry["since"]) - start), "args": args,
         }  # fmt: skip
-        if one["kind"] != ROUND:
-            event["name"] = f"{call}, not over"
-        if one["done"]:
-            yield {**event, "ph": "X", "dur": _microseconds(float(one["done"] - one["since"]))}
+        if entry["kind"] != ROUND:
+            event["name"] = f"{call.call}, not over"
+        if entry["done"]:
+            yield {**event, "ph": "X", "dur": _microseconds(float(entry["done"] - entry["since"]))}
         else:
             yield {**event, "ph": "i", "s": "t"}
-
-
-def _arrows(analysis: Analysis) -> Iterator[dict[str, Any]]:
-    """Return arrows from the last rank to the one that waited longest, in the worst rounds."""
-    found: list[tuple[float, GroupRounds, int]] = []
-    for rounds in analysis.groups:
-        total = rounds.waited.sum(axis=1)
-        worst = np.argsort(-total, kind="stable")[:MOST_ARROWS]
-        found += [(float(total[at]), rounds, int(at)) for at in worst if total[at] > 0]
-    found.sort(key=lambda one: -one[0])
-    for number, (_, rounds, at) in enumerate(found[:MOST_ARROWS]):
-        late = int(rounds.late[at])
-        if np.isnan(rounds.since[at, late]):
-            continue  # it never arrived
-        waiter = int(rounds.waited[at].argmax())
-        call = analysis.run.names.calls[int(rounds.call[at])]
-        for phase, member, times in (("s", late, rounds.since), ("f", waiter, rounds.done)):
-            event: dict[str, Any] = {
-                "ph": phase, "id": number, "name": f"{call} waits", "cat": "late",
-                "pid": rounds.members[member], "tid": rounds.group,
-                "ts": _microseconds(float(times[at, member]) - analysis.start),
-            }  # fmt: skip
-            yield {**event, "bp": "e"} if phase == "f" else event
 
 
 def _microseconds(nanoseconds: float) -> float:

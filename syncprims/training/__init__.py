@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-if find_spec("torch") is None:
-    raise ImportError("syncprims.training works on torch: pip install 'syncprims[torch]'")
+from syncprims.errors import CheckpointError, install
 
-from syncprims.errors import CheckpointError
+if find_spec("torch") is None:
+    raise ImportError(f"syncprims.training needs torch: {install('torch')}")
+
 
 from .accumulation import Accumulator, join_uneven_inputs
 from .checkpoints import (

@@ -11,21 +11,40 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncprims._world.processes import find_descendants
-from syncprims._world.registry import find_worlds
+from syncprims._system.processes import find_descendants
 from syncprims._world.runtime import get_settings
-from syncprims.errors import ConfigurationError
-from syncprims.interface import BoardView, Status, WorldReader, WorldView
+from syncprims.errors import BackendUnavailable, ConfigurationError
+from syncprims.interface import Status
 
 from . import processes
 from .processes import ProcessSample
-from .verdict import NOTABLE, RankWait, Verdict, judge, own_rounds
+from .verdict import NOTABLE, BoardView, RankWait, Verdict, WorldView, judge, own_rounds
+
+if TYPE_CHECKING:
+    from syncprims.interface import Settings
+
+    from .worlds import WorldReader
 
 _PAUSE = 0.1  # seconds between the two looks of `who`
 _BUSY = 0.5  # of a processor: such a process computes
 _STACKS_EVERY = 2.0  # seconds between two readings of Python stacks
+
+
+def _find_worlds(settings: Settings, **where: Any) -> tuple[Sequence[WorldReader], Sequence[str]]:
+    """Return as :func:`find_worlds`, which only this command needs.
+
+    :raises BackendUnavailable: on a system where worlds cannot be read.
+    """
+    try:
+        from .worlds import find_worlds
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"running worlds cannot be read here: {error}. The file and torch backends need Linux "
+            f"or macOS"
+        ) from error
+    return find_worlds(settings, **where)
 
 
 class RankReport(NamedTuple):
@@ -127,20 +146,28 @@ class Observation:
     def _find(self) -> Sequence[WorldReader]:
         which, settings = self._which, get_settings()
         if which is None:
-            readers, self.refused = find_worlds(settings)
+            readers, self.refused = _find_worlds(settings)
             return readers
         text = os.fspath(which) if isinstance(which, os.PathLike) else str(which)
         if isinstance(which, os.PathLike) or os.sep in text or Path(text).is_dir():
-            readers, refused = find_worlds(settings, path=str(Path(text).absolute()))
-            return readers or _none(f"in {text}", refused)
-        readers, refused = find_worlds(settings)
-        if found := _of_run(readers, text):
-            return found
-        if not _may_be_pid(text):
-            return _none(f"with run id {text!r}", refused)
-        pids = [int(text), *find_descendants(int(text))]
-        readers, _ = find_worlds(settings, pids=pids)
-        return readers or _no_rank(int(text))
+            where = f"in {text}"
+            readers, refused = _find_worlds(settings, path=str(Path(text).absolute()))
+        else:
+            where = f"with run id {text!r}"
+            may_be_pid = text.isdecimal() and len(text) <= 7  # digits: no pid has more
+            readers, refused = _find_worlds(settings)
+            readers = [*_of_run(readers, text, whole=may_be_pid)]
+            if may_be_pid and not readers:
+                pids = [int(text), *find_descendants(int(text))]
+                readers, _ = _find_worlds(settings, pids=pids)
+                if not readers:
+                    raise _no_rank(int(text))
+        if not readers:
+            more = f". {explain_refused(refused)}" if refused else ""
+            raise ConfigurationError(
+                f"no world runs {where} on this host; `syncprims who` shows those that do{more}"
+            )
+        return readers
 
     # -- reporting ------------------------------------------------------------------------------
 
@@ -316,46 +343,38 @@ def _latest_board(rank: int, before: WorldView, now: WorldView) -> BoardView | N
 # -- what is not found ------------------------------------------------------------------------
 
 
-def _may_be_pid(text: str) -> bool:
-    """Return whether `text` can be a pid: they have seven digits at most."""
-    return text.isdecimal() and len(text) <= 7
+def _of_run(readers: Sequence[WorldReader], run_id: str, *, whole: bool) -> Sequence[WorldReader]:
+    """Return the readers of a run, and close the others; a part of its id is enough if not `whole`.
 
-
-def _of_run(readers: Sequence[WorldReader], run_id: str) -> list[WorldReader]:
-    """Return the readers of a run, and close the others."""
+    Unless several run ids begin with it.
+    """
     views = [(reader, reader.read()) for reader in readers]
-    names = {reader: view.run_id for reader, view in views if view is not None}
-    exact = [reader for reader in readers if names.get(reader) == run_id]
-    begun = [reader for reader in readers if names.get(reader, "").startswith(run_id)]
-    found = exact or (begun if len({names[reader] for reader in begun}) == 1 else [])
-    if _may_be_pid(run_id):
-        found = exact
+    ids = {reader: view.run_id for reader, view in views if view is not None}
+    chosen = [reader for reader in ids if ids[reader] == run_id]
+    if not chosen and not whole:
+        chosen = [reader for reader in ids if ids[reader].startswith(run_id)]
+        if len({ids[reader] for reader in chosen}) > 1:
+            chosen = []
     for reader in readers:
-        if reader not in found:
+        if reader not in chosen:
             reader.close()
-    return found
+    return chosen
 
 
-def _none(where: str, refused: Sequence[str]) -> Sequence[WorldReader]:
-    more = f". {explain_refused(refused)}" if refused else ""
-    raise ConfigurationError(
-        f"no world runs {where} on this host; `syncprims who` shows those that do{more}"
-    )
-
-
-def _no_rank(pid: int) -> Sequence[WorldReader]:
+def _no_rank(pid: int) -> ConfigurationError:
+    """Return the error for a process that is in no world which this user can see."""
     try:
         owner = Path(f"/proc/{pid}").stat().st_uid
     except OSError:
-        raise ConfigurationError(
+        return ConfigurationError(
             f"there is no run with id {pid}, and no process {pid}; `syncprims who` shows the "
             f"worlds of this host"
-        ) from None
+        )
     if os.geteuid() not in (0, owner):
-        raise ConfigurationError(
+        return ConfigurationError(
             f"process {pid} belongs to user {owner}: only that user, or root, can see its world"
         )
-    raise ConfigurationError(
+    return ConfigurationError(
         f"process {pid} is no rank of a world, and has started none: it has made no call yet, has "
         f"left its world, or uses a backend without shared files"
     )

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from syncprims._world.processes import stat_fields
+from syncprims._system.processes import stat_fields
 
 #: System calls in which processes wait: by number, on these processors. The first argument of those
 #: in `_WITH_FILE` is a descriptor.

@@ -1,4 +1,4 @@
-"""Who waits for whom in a world that is read from outside, and which rank is at fault.
+"""What is read of a world from outside, and who waits for whom in it: which rank is at fault.
 
 Pure functions of what was read. The words are those of the library's own errors and warnings.
 """
@@ -6,18 +6,42 @@ Pure functions of what was read. The words are those of the library's own errors
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from syncprims import errors
 from syncprims._protocol.deadlock import Wait, deadlock_error, find_cycle, find_stuck
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims.errors import name_ranks
-from syncprims.interface import BoardView, State, WorldView
+from syncprims.interface import Label, Status, WaitView
 
 #: Seconds of waiting from which on a verdict names who waits: less is part of any program.
 NOTABLE = 0.5
 _MOST_NAMED = 8  # ranks whose activity is described
 
 Kind = Literal["moving", "waiting", "deadlock", "lost", "failed", "finished", "ended", "unreadable"]
+
+
+class BoardView(NamedTuple):
+    """What a process outside of the run reads of a board, while its members go on."""
+
+    members: tuple[int, ...]  #: world ranks, ascending
+    statuses: Mapping[int, Status]  #: of each member
+    waits: Mapping[int, WaitView]  #: of members that wait; short waits are not seen
+    last_barrier: Label | None = None  #: with a name, that all have passed; if not too long ago
+
+
+class WorldView(NamedTuple):
+    """What a process outside of the run reads of a world, or of its part on this host."""
+
+    run_id: str
+    backend: str
+    world_size: int
+    boards: Sequence[BoardView]  #: that of all ranks first, once it is there
+    hosts: Mapping[int, str]  #: the name of each rank's host, if there are several
+    pids: Mapping[int, int]  #: of those that have joined and whose process the reader can see
+    states: Mapping[int, Status]  #: of the ranks of this host
+    announced: Mapping[int, bytes]  #: what the ranks of this host have announced
+    problem: str = ""  #: why the rest cannot be read, if it cannot
 
 
 class Verdict(NamedTuple):
@@ -38,6 +62,14 @@ class RankWait(NamedTuple):
     seconds: float
     missing: Sequence[int]  #: members whose note for the round is not up
 
+    def snapshot(self, rank: int, own: int = 0) -> Snapshot:
+        """Return the state of the board, as the waiting `rank` sees it."""
+        return Snapshot(self.board.statuses, rank, self.number, self.seconds, own)
+
+    def call(self, rank: int) -> str:
+        """Return the call in which `rank` waits."""
+        return self.snapshot(rank).call
+
 
 def own_rounds(view: WorldView, board: BoardView) -> int:
     """Return how many of a board's first rounds are the library's own."""
@@ -50,119 +82,92 @@ def judge(
     """Return the verdict on a world; `doing` says what ranks outside of calls do, where known."""
     if view.problem:
         return Verdict("unreadable", [], view.problem)
-    gone = {
-        state: [rank for rank, status in view.states.items() if status.state == state]
-        for state in ("lost", "failed", "finished")
-    }
-    alive = [rank for rank, status in view.states.items() if status.state == "alive"]
-    if not alive:
-        return Verdict("ended", [], _ended(view, gone["lost"] + gone["failed"]))
+    alive = any(status.state == "alive" for status in view.states.values())
     long = {rank: wait for rank, wait in waits.items() if wait.seconds >= min(NOTABLE, stuck_after)}
     waited = max((wait.seconds for wait in long.values()), default=0.0)
     stuck = waited >= stuck_after
-    if error := _first_absence(view, waits):
-        rank, state, text = error
-        return Verdict(state, [rank], text, waited, stuck)
-    if gone["lost"] or gone["failed"]:
-        rank = (gone["lost"] or gone["failed"])[0]
-        kind: Kind = "lost" if gone["lost"] else "failed"
-        return Verdict(kind, [], _end_of(view, rank), waited, stuck)
+    if ended := _ended_rank(view, waits if alive else {}):
+        rank, status = ended
+        text = _describe_end(rank, status)
+        if not alive:
+            return Verdict("ended", [], f"no rank lives any more: {text}")
+        kind: Any = status.state
+        return Verdict(kind, [rank] if waits else [], text, waited, stuck)
+    if not alive:
+        text = "no rank lives any more" if view.states else "no rank has joined yet"
+        return Verdict("ended", [], text)
     lacking = {rank: wait for rank, wait in long.items() if wait.missing}
     calls = {
-        rank: [Wait(_call(rank, wait), _name(wait), wait.missing)] for rank, wait in lacking.items()
+        rank: [Wait(wait.call(rank), name_ranks(wait.board.members), wait.missing)]
+        for rank, wait in lacking.items()
     }
     held = find_stuck(calls)
     cycle = next(filter(None, (find_cycle(rank, calls, held) for rank in sorted(held))), None)
     if cycle:
-        shown = {rank: calls[rank] for rank in cycle}
-        return Verdict(
-            "deadlock", sorted(cycle), str(deadlock_error(shown, cycle[0])), waited, stuck
-        )
+        error = deadlock_error({rank: calls[rank] for rank in cycle}, cycle[0])
+        return Verdict("deadlock", sorted(cycle), str(error), waited, stuck)
     if lacking:
-        faults, text = _absent(view, lacking, doing)
+        faults, text = _describe_absence(view, lacking, doing)
         return Verdict("waiting", faults, text, waited, stuck)
     if long:
         rank, wait = max(long.items(), key=lambda item: item[1].seconds)
-        text = Snapshot(wait.board, rank, wait.number, wait.seconds, 0).warning
         others = [other for other in wait.board.members if other in doing and other not in long]
         activity = "".join(f"; rank {other} {doing[other]}" for other in others[:_MOST_NAMED])
-        return Verdict("waiting", others, text + activity, waited, stuck)
+        return Verdict("waiting", others, wait.snapshot(rank).warning + activity, waited, stuck)
     return Verdict("moving", [], "all is moving")
 
 
-def _call(rank: int, wait: RankWait) -> str:
-    return str(wait.board.statuses[rank].label or "its first call")
-
-
-def _name(wait: RankWait) -> str:
-    return name_ranks(wait.board.members)
-
-
-def _first_absence(
-    view: WorldView, waits: Mapping[int, RankWait]
-) -> tuple[int, Literal["lost", "failed", "finished"], str] | None:
-    """Return why the round of the longest wait will never complete, if it will not."""
-    seen: set[tuple[tuple[int, ...], int]] = set()
+def _ended_rank(view: WorldView, waits: Mapping[int, RankWait]) -> tuple[int, Status] | None:
+    """Return the rank that has ended and that others wait for, or else that has not ended well."""
     for rank, wait in sorted(waits.items(), key=lambda item: -item[1].seconds):
-        place = wait.board.members, wait.number
-        if place in seen:
-            continue
-        seen.add(place)
-        own = own_rounds(view, wait.board)
-        error = Snapshot(wait.board, rank, wait.number, wait.seconds, own).absence()
+        error = wait.snapshot(rank, own_rounds(view, wait.board)).absence()
         if error is not None and error.rank is not None:
-            state: State = wait.board.statuses[error.rank].state
-            if state in ("lost", "failed", "finished"):
-                return error.rank, state, str(error).partition("\n")[0]
+            return error.rank, wait.board.statuses[error.rank]
+    for state in ("lost", "failed"):
+        for rank, status in view.states.items():
+            if status.state == state:
+                return rank, status
     return None
 
 
-def _ended(view: WorldView, gone: Sequence[int]) -> str:
-    if not gone:
-        return "no rank lives any more" if view.states else "no rank has joined yet"
-    return f"no rank lives any more: {_end_of(view, gone[0])}"
-
-
-def _end_of(view: WorldView, rank: int) -> str:
-    status = view.states[rank]
+def _describe_end(rank: int, status: Status) -> str:
+    """Return how a rank has ended."""
+    if status.state == "finished":
+        seen = "without a call" if status.label is None else f"after {status.label}"
+        return f"rank {rank} finished {seen}, and others wait for it"
     if status.state == "lost":
-        return f"rank {rank} was lost: {status.detail}"
-    board = BoardView((rank,), {rank: status}, {})
-    return str(Snapshot(board, rank, 1, 0.0, 0).absence()).partition(",")[0]
+        return f"rank {rank} was lost" + (f": {status.detail}" if status.detail else "")
+    failures = errors.load(status.failure).failures.values() if status.failure else ()
+    return f"rank {rank} failed" + "".join(f": {failure.headline}" for failure in failures)
 
 
-def _absent(
+def _describe_absence(
     view: WorldView, waits: Mapping[int, RankWait], doing: Mapping[int, str]
 ) -> tuple[list[int], str]:
     """Return the ranks that others wait for and that wait for none, and a description of each."""
-    at_fault: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    waiting: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    for rank, wait in waits.items():
-        place = wait.board.members, wait.number
-        waiting.setdefault(place, []).append(rank)
-        found = at_fault.setdefault(place, [])
-        found += [r for r in wait.missing if r not in waits and r not in found]
+    rounds: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    for rank in sorted(waits):
+        rounds.setdefault((waits[rank].board.members, waits[rank].number), []).append(rank)
+    ranks: set[int] = set()
     lines: list[str] = []
-    for place, faults in at_fault.items():
-        first = waits[waiting[place][0]]
-        those = sorted(waiting[place])
-        seconds = max(waits[rank].seconds for rank in those)
-        call = _call(those[0], first)
-        if len(first.board.members) < view.world_size:
-            call += f" in group {_name(first)}"
-        missing = faults or list(first.missing)
+    for (members, _), waiting in rounds.items():
+        first = waits[waiting[0]]
+        missing = sorted({rank for other in waiting for rank in waits[other].missing})
+        faults = [rank for rank in missing if rank not in waits]
+        ranks.update(faults)
+        call = first.call(waiting[0])
+        if len(members) < view.world_size:
+            call += f" in group {name_ranks(members)}"
+        seconds = max(waits[rank].seconds for rank in waiting)
         lines.append(
-            f"{_subject(missing)} not come to {call}, where {_subject(those)} waited for "
-            f"{seconds:.1f} s"
+            f"{_subject(faults or missing)} not come to {call}, where {_subject(waiting)} waited "
+            f"for {seconds:.1f} s"
         )
-        snapshot = Snapshot(first.board, those[0], first.number, seconds, 0)
+        snapshot = first.snapshot(waiting[0])
         for rank in faults[:_MOST_NAMED]:
-            line = snapshot.last_seen(rank)
-            if str(first.board.statuses[rank].label) == _call(those[0], first):
-                line = f"rank {rank} is inside of this call"
-            lines.append(f"  {line}" + (f"; it {doing[rank]}" if rank in doing else ""))
-    ranks = sorted({rank for faults in at_fault.values() for rank in faults})
-    return ranks, "\n".join(lines)
+            activity = f"; it {doing[rank]}" if rank in doing else ""
+            lines.append(f"  {snapshot.last_seen(rank)}{activity}")
+    return sorted(ranks), "\n".join(lines)
 
 
 def _subject(ranks: Sequence[int]) -> str:

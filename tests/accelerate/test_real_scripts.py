@@ -17,7 +17,7 @@ from support.accelerate_scripts import installed, port
 from support.rank_worlds import Kind
 from support.training_models import TRAINED
 
-from syncprims._world.host import free_port
+from syncprims._system.host import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -199,14 +199,6 @@ def test_all_reduce_of_trees_leaves_the_callers_alone(world: Ranks) -> None:
     world.run(program)
 
 
-def test_float_sums_agree_bit_for_bit(world: Ranks) -> None:
-    def program() -> bytes:
-        mine = np.random.default_rng(sp.get_rank()).normal(size=1000)
-        return sp.all_reduce(mine).tobytes()
-
-    assert len(set(world.run(program))) == 1
-
-
 def test_nan_wins_minimum_and_maximum(world: Ranks) -> None:
     def program() -> bool:
         mine = math.nan if sp.is_last() else 1.0
@@ -268,30 +260,6 @@ def test_flags(world: Ranks) -> None:
     assert world.run(program) == [[False, True, True, n == 1, True]] * n
 
 
-def test_assert_same_accepts_equal_values_in_any_order(world: Ranks) -> None:
-    def program() -> None:
-        pairs = [("a", 1), ("b", {"x", "y", "z"}), ("w", np.arange(5.0))]
-        sp.assert_same(dict(pairs if sp.get_rank() % 2 else reversed(pairs)), "config")
-        sp.assert_same(math.nan, "the same bits")
-
-    world.run(program)
-
-
-@several()
-def test_assert_same_shows_each_ranks_value(world: Ranks) -> None:
-    def program() -> str:
-        with pytest.raises(sp.RankMismatch) as caught:
-            sp.assert_same({"lr": 0.1 * sp.get_rank()}, "config")
-        sp.barrier("still in step")
-        return str(caught.value)
-
-    said = world.run(program)
-    assert len(set(said)) == 1
-    assert "config differs" in said[0]
-    assert "rank 0: {'lr': 0.0}" in said[0]
-    assert "rank 1: {'lr': 0.1}" in said[0]
-
-
 @several(4)
 def test_groups_meet_without_the_others(world: Ranks) -> None:
     def program() -> Any:
@@ -351,27 +319,6 @@ def test_bad_arguments_are_refused_before_anyone_waits(world: Ranks) -> None:
 
 def test_device_waits_where_there_is_none(world: Ranks) -> None:
     assert world.run(lambda: sp.barrier("step", device=True)) == [None] * world.ranks
-
-
-def test_cpu_tensors_travel(world: Ranks) -> None:
-    torch = pytest.importorskip("torch")
-
-    def program() -> None:
-        torch.set_num_threads(1)
-        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
-            sent = torch.arange(6).to(dtype).reshape(2, 3)
-            got: Any = sp.broadcast(sent if sp.is_main() else None)
-            assert got.dtype is dtype
-            assert torch.equal(got, sent)
-        n = sp.get_world_size()
-        mean = sp.all_reduce({"g": torch.full((2,), float(sp.get_rank()))}, "mean")["g"]
-        assert mean.tolist() == [(n - 1) / 2] * 2
-        assert sp.all_reduce(torch.tensor(3)).item() == 3 * n
-        out = torch.zeros(2)
-        assert sp.all_reduce(torch.ones(2), out=out) is out
-        assert out.tolist() == [n, n]
-
-    world.run(program, SYNCPRIMS_PICKLE="0")
 
 
 @several(2)
@@ -661,28 +608,19 @@ def test_reductions_keep_types_and_do_not_overflow_on_their_way(world: Ranks) ->
 
 
 @several(2)
-def test_dtypes_of_scalars_must_agree_and_pythons_numbers_mix(world: Ranks) -> None:
+def test_pythons_and_numpys_numbers_mix_but_for_dtypes(world: Ranks) -> None:
     def program() -> Any:
+        def either(one: Any, other: Any, op: Any = "sum") -> Any:
+            return sp.all_reduce(one if sp.is_main() else other, op)
+
         with pytest.raises(sp.RankMismatch, match="float32"):
-            sp.all_reduce(np.float32(1) if sp.is_main() else np.float64(1))
-        return sp.all_reduce(1 if sp.is_main() else 0.5), sp.all_reduce(
-            np.float64(2) if sp.is_main() else 1
-        )
+            either(np.float32(1), np.float64(1))
+        assert (either(1, 0.5), either(np.float64(2), 1)) == (1.5, 3)
+        for op, expected in {"sum": 1.5, "mean": 0.75, "prod": 0.5, "max": 1}.items():
+            assert either(np.True_, np.float64(0.5), op) == expected
+            assert either(np.float64(0.5), np.True_, op) == expected
 
-    assert world.run(program) == [(1.5, 3)] * 2
-
-
-@several(2)
-def test_numpys_bools_and_numbers_mix_as_pythons_do(world: Ranks) -> None:
-    def program() -> Any:
-        first, other = np.True_, np.float64(0.5)
-        return [
-            sp.all_reduce(first if sp.get_rank() == turn else other, op)
-            for op in ("sum", "mean", "prod", "max")
-            for turn in (0, 1)
-        ]
-
-    assert world.run(program) == [[1.5, 1.5, 0.75, 0.75, 0.5, 0.5, 1, 1]] * 2
+    world.run(program)
 
 
 def test_arguments_of_other_types(world: Ranks) -> None:

@@ -180,7 +180,7 @@ def test_a_bar_for_each_node(world: Ranks) -> None:
 
 def test_without_tqdm_progress_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with pytest.raises(ImportError, match=r"pip install 'syncprims\[progress\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[progress\]'"):
         sp.progress([1])
 
 

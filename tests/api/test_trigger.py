@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import signal
 import subprocess
@@ -17,26 +18,55 @@ import syncprims as sp
 from syncprims.testing import run_world
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
     from support.rank_worlds import Ranks, Scripts
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_all_ranks_see_it_at_the_same_check_and_then_it_is_reset(world: Ranks, lag: int) -> None:
+def test_all_ranks_see_it_at_the_same_check_and_it_stays_set(world: Ranks, lag: int) -> None:
     def program() -> Any:
         stop = sp.Trigger("stop", lag=lag)
         seen = []
-        for step in range(6):
+        for step in range(9):
             if step == 2 and sp.is_last():
                 stop.set("converged")
                 stop.set("said twice")
             if stop.check():
                 seen.append((step, stop.ranks, stop.reason))
+            if step == 5:
+                stop.clear()
+                sp.barrier()
+                if sp.is_main():
+                    stop.set("again")
         return seen
 
-    expected = [(2 + lag, [world.ranks - 1], "converged")]
-    assert world.run(program) == [expected] * world.ranks
+    first = [(step, [world.ranks - 1], "converged") for step in range(2 + lag, 6)]
+    again = [(step, [0], "again") for step in range(6 + lag, 9)]
+    assert world.run(program) == [first + again] * world.ranks
+
+
+def test_a_set_trigger_needs_no_further_rounds(world: Ranks) -> None:
+    def program() -> Any:
+        stop = sp.Trigger("stop")
+        stop.set()
+        assert stop.check()
+        assert not sp.is_main() or all(stop.check() for _ in range(3))  # of this rank alone
+        stop.clear()
+        return sp.all_gather(stop.reason), stop.check()
+
+    assert world.run(program) == [([None] * world.ranks, False)] * world.ranks
+
+
+def test_a_trigger_is_no_bool() -> None:
+    with pytest.raises(TypeError, match=r"check\(\)"):
+        bool(sp.Trigger())
+
+
+def test_signals_are_for_the_main_thread() -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="main thread"):
+        pool.submit(sp.Trigger().set_on_signal).result()
 
 
 @several(4)
@@ -67,9 +97,8 @@ def test_lagging_checks_mix_with_other_calls(world: Ranks) -> None:
             assert not any(trigger.check() for trigger in many)
         return answers
 
-    for answers in world.run(program):
-        assert [i for i, (a, _) in enumerate(answers) if a] == [4]
-        assert [i for i, (_, b) in enumerate(answers) if b] == [6]
+    expected = [(step >= 4, step >= 6) for step in range(12)]
+    assert world.run(program) == [expected] * world.ranks
 
 
 @several(2)
@@ -184,7 +213,9 @@ def test_signals_at_one_time_set_it_and_a_later_one_acts(world: Ranks) -> None:
         if sp.is_last():
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
-        seen = stop.check(), stop.ranks, stop.reason, stop.check()
+        seen = stop.check(), stop.ranks, stop.reason
+        stop.clear()
+        assert not stop.check()
         if sp.is_last():
             with pytest.raises(KeyboardInterrupt):  # noqa: PT012
                 while True:
@@ -193,7 +224,7 @@ def test_signals_at_one_time_set_it_and_a_later_one_acts(world: Ranks) -> None:
         signal.signal(signal.SIGTERM, before)
         return seen
 
-    assert world.run(program) == [(True, [world.ranks - 1], "SIGTERM", False)] * world.ranks
+    assert world.run(program) == [(True, [world.ranks - 1], "SIGTERM")] * world.ranks
 
 
 def test_a_second_signal_while_python_ends_is_the_same_one() -> None:
@@ -251,38 +282,68 @@ def test_a_signal_without_a_name_works_too() -> None:
         signal.signal(number, before)
 
 
+class Interrupted(Exception):
+    """Raised in a check, as by a signal handler."""
+
+
+def check_interrupted(trigger: sp.Trigger, at: int, act: Callable[[], object]) -> tuple[bool, bool]:
+    """Return what a check returns that calls ``act()`` before its instruction `at`, if it has one.
+
+    A tracer stands in for a signal handler, which can run between any two instructions; Python runs
+    none between a call and the return of what it returned.
+    """
+    seen = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal seen
+        if frame.f_code is not sp.Trigger.check.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if event == "opcode" and not operation.startswith("RETURN"):
+            seen += 1
+            if seen == at:
+                act()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        found = trigger.check()
+    finally:
+        sys.settrace(before)
+    return found, seen >= at
+
+
 def test_none_is_lost_whenever_in_a_check_it_is_set() -> None:
-    """A tracer stands in for the signal's handler: it can come before any operation."""
-
-    def check_interrupted(trigger: sp.Trigger, at: int) -> tuple[bool, bool]:
-        seen = 0
-
-        def trace(frame: FrameType, event: str, arg: object) -> Any:
-            nonlocal seen
-            if frame.f_code is not sp.Trigger.check.__code__:
-                return None
-            frame.f_trace_opcodes = True
-            if event == "opcode":
-                seen += 1
-                if seen == at:
-                    trigger.set("SIGTERM")
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            found = trigger.check()
-        finally:
-            sys.settrace(before)
-        return found, seen >= at
-
     def program() -> int:
         at, reached = 1, True
         while reached:
             trigger = sp.Trigger()
-            found, reached = check_interrupted(trigger, at)
+            found, reached = check_interrupted(trigger, at, lambda: trigger.set("SIGTERM"))  # noqa: B023
             assert not found or trigger.reason == "SIGTERM"
-            assert [found, trigger.check()].count(True) == reached, at
+            assert (found or trigger.check()) == reached, at
+            at += 1
+        return at
+
+    (operations,) = run_world(program, 1)
+    assert operations > 20
+
+
+def test_none_is_lost_wherever_a_check_is_interrupted() -> None:
+    def interrupt() -> None:
+        raise Interrupted
+
+    def program() -> int:
+        at, raised = 1, True
+        while raised:
+            trigger, raised = sp.Trigger(), False
+            trigger.set("SIGTERM")
+            try:
+                check_interrupted(trigger, at, interrupt)
+            except Interrupted:
+                raised = True
+                assert trigger.check(), at
             at += 1
         return at
 

@@ -160,14 +160,15 @@ def test_calls_that_are_impossible(world: Ranks) -> None:
 
 
 @several(2)
-def test_transfers_with_ranks_that_do_not_exist(world: Ranks) -> None:
+def test_transfers_with_no_other_rank(world: Ranks) -> None:
     def run() -> None:
         with process_group():
-            for rank in 7, -1:
-                with pytest.raises(ValueError, match=f"dst={rank} is no rank of a group of 2"):
-                    dist.send(ones(1), rank)
-                with pytest.raises(ValueError, match=f"src={rank} is no rank of a group of 2"):
-                    dist.recv(ones(1), rank)
+            for what, call in ("dst", dist.isend), ("src", dist.irecv):
+                for rank in 7, -1:
+                    with pytest.raises(ValueError, match=f"{what}={rank} is no rank of a group of"):
+                        call(ones(1), rank)
+                with pytest.raises(ValueError, match="sends to itself: copy the tensor"):
+                    call(ones(1), sp.get_rank())
 
     world.run(run)
 

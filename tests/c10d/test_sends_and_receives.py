@@ -172,17 +172,3 @@ def test_batches_and_rings(world: Ranks) -> None:
                 assert box == [{"to": 3}]
 
     world.run(program)
-
-
-@several(2)
-def test_a_rank_may_send_to_itself(world: Ranks) -> None:
-    def program() -> None:
-        rank = sp.get_rank()
-        with process_group():
-            room = torch.empty(3)
-            work = dist.irecv(room, rank)
-            dist.isend(torch.ones(3), rank).wait()
-            work.wait()
-            assert room.tolist() == [1.0] * 3
-
-    world.run(program)

@@ -1,14 +1,10 @@
-"""Commands in a shell: files, nodes, shells, pipes and interrupts."""
+"""Commands in a shell: files, nodes, pipes and interrupts."""
 
 from __future__ import annotations
 
-import io
 import os
-import pty
-import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +13,8 @@ from support import ROOT
 from support.rank_environment import clean_environ
 from support.rank_worlds import CLOSING
 
-from syncprims import ConfigurationError
-from syncprims._world.host import free_port
-from syncprims.cli import COMMANDS, completion, config, main, parser
+from syncprims._system.host import free_port
+from syncprims.cli import COMMANDS, main, parser
 from syncprims.cli.accelerate_config import REFUSED
 from syncprims.cli.options import OPTIONS
 
@@ -51,7 +46,7 @@ def test_a_run_that_was_written_down_starts(tmp_path: Path, clean: dict[str, str
     assert wrote.stdout == "wrote run.toml; start it with: syncprims run --config run.toml\n"
     again = call("config", "-o", "run.toml", "-n", "3", env=clean, cwd=tmp_path)
     assert again.returncode == 2
-    assert "run.toml exists" in again.stderr
+    assert "run.toml exists and is not overwritten" in again.stderr
     done = call("run", "--config", "run.toml", env=clean, cwd=tmp_path)
     assert sorted(done.stdout.splitlines()) == [
         f"[rank {r}] ['--lr', '0.1'] 3  bf16" for r in range(2)
@@ -67,71 +62,27 @@ def test_a_run_that_was_written_down_starts(tmp_path: Path, clean: dict[str, str
     ("line", "words"),
     [
         (["gone.py"], "there is no file gone.py in "),
-        (["python", "tell.py"], "name the script without Python"),
+        (["python", "tell.py"], "there is no file python: name the script without Python"),
         (["pytest"], "is it a module, -m pytest?"),
+        (["-"], "- is the standard input"),
+        (["/dev/stdin"], "/dev/stdin is the standard input"),
     ],
 )
-def test_a_script_that_is_not_there_is_told_once(
+def test_a_script_that_cannot_run_is_told_once(
     tmp_path: Path, clean: dict[str, str], line: list[str], words: str
 ) -> None:
-    done = call("run", "-n", "3", *line, env=clean, cwd=tmp_path)
+    done = call("run", "-n", "3", *line, env=clean, cwd=tmp_path, stdin=subprocess.DEVNULL)
     assert done.returncode == 2
-    assert done.stderr.count("there is no file") == 1
-    assert words in done.stderr
+    assert done.stderr.count(words) == 1
+    assert done.stderr.count("\n") == 1
 
 
-def test_a_script_for_one_rank_only_is_refused(tmp_path: Path, clean: dict[str, str]) -> None:
-    for script in ("-", "/dev/stdin"):
-        line = ("run", "-n", "2", script)
-        done = call(*line, env=clean, cwd=tmp_path, stdin=subprocess.DEVNULL)
-        assert done.returncode == 2
-        assert f"syncprims: {script} is the standard input" in done.stderr
-
-
-def test_config_asks_on_a_terminal_only(tmp_path: Path, clean: dict[str, str]) -> None:
-    refused = call("config", env=clean, cwd=tmp_path, stdin=subprocess.DEVNULL)
-    assert refused.returncode == 2
-    assert "nothing to write: give flags" in refused.stderr
-    ours, theirs = pty.openpty()
-    try:
-        os.write(ours, b"1\n2\n\nbf16\n\ntrain.py\n")
-        asked = call("config", env=clean, cwd=tmp_path, stdin=theirs)
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert asked.returncode == 0, asked.stderr
-    assert "How many ranks on each machine" in asked.stdout
-    pytest.importorskip("yaml")
-    assert config.read(str(tmp_path / "run.yaml")) == {
-        "nodes": 1, "ranks": 2, "mixed_precision": "bf16", "script": "train.py",
-    }  # fmt: skip
-
-
-def test_questions_are_asked_until_they_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    asked: list[str] = []
-
-    def replies(*lines: str) -> Any:
-        left = iter(lines)
-
-        def reply(question: str) -> str:
-            asked.append(question)
-            try:
-                return next(left)
-            except StopIteration:
-                raise EOFError from None
-
-        return reply
-
-    defaults = {"nodes": 1, "ranks": 8, "gpus": ("0", "1"), "mixed_precision": "no"}
-    said = config.ask(defaults, replies("2", "", "node0:29500", "zero", "4", "", "", "3", ""))
-    assert said == {
-        "nodes": 2, "rendezvous": ("node0", 29500), "ranks": 4, "gpus": ("0", "1"),
-        "mixed_precision": "no", "threads": 3,
-    }  # fmt: skip
-    assert "'zero' is not a number of ranks" in capsys.readouterr().err
-    assert any(question.endswith("[0,1]: ") for question in asked)
-    with pytest.raises(ConfigurationError, match="nothing was written"):
-        config.ask(defaults, replies("1"))
+def test_config_without_flags_writes_a_file_to_fill_in(
+    tmp_path: Path, clean: dict[str, str]
+) -> None:
+    done = call("config", "-o", "-", env=clean, cwd=tmp_path)
+    assert "\n#ranks: 4\n" in done.stdout
+    assert "\n#mixed_precision: " in done.stdout
 
 
 # -- several nodes -----------------------------------------------------------------------------
@@ -192,89 +143,20 @@ def test_two_nodes_meet(tmp_path: Path, clean: dict[str, str]) -> None:
                 node.communicate()
 
 
-# -- shells, pipes, interrupts -----------------------------------------------------------------
+# -- pipes, interrupts -------------------------------------------------------------------------
 
 
-def test_bash_completes_commands_flags_and_values(tmp_path: Path, clean: dict[str, str]) -> None:
-    bash = shutil.which("bash")
-    if bash is None:
-        pytest.skip("there is no bash here")
-    script = tmp_path / "completion"
-    script.write_text(call("completion", "bash", env=clean, cwd=tmp_path).stdout)
-    probe = textwrap.dedent("""\
-        source "$1"
-        complete -p syncprims
-        try() {
-          COMP_WORDS=(syncprims "$@"); COMP_CWORD=$#
-          _syncprims
-          echo "${COMPREPLY[*]}"
-        }
-        try ru
-        try run --mixed-p
-        try run --mixed-precision ""
-        try run -n 4 --thr
-        try run -n 4 train.py --thr
-        try completion ""
-        try trace --
-    """)
-    done = subprocess.run(
-        [bash, "-c", probe, "bash", str(script)], capture_output=True, text=True, timeout=60,
-        env=clean, check=False,
-    )  # fmt: skip
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "complete -o bashdefault -o default -F _syncprims syncprims",
-        "run",
-        "--mixed-precision",
-        "no bf16 fp16",
-        "--threads",
-        "",
-        "bash zsh fish tcsh",
-        "--help --run --png --all",
-    ]
+NAMES = [module.__name__.rpartition(".")[2] for module in COMMANDS]
 
 
-@pytest.mark.parametrize("shell", sorted(completion.SHELLS))
-def test_every_shell_is_told_of_every_command(
-    shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    for command in COMMANDS:
-        assert command.__name__.rpartition(".")[2] in script
-    assert "mixed-precision" in script
-    found = shutil.which(shell)
-    if found is not None:  # at least it reads
-        (tmp_path / "script").write_text(script)
-        subprocess.run([found, "-n", str(tmp_path / "script")], check=True, timeout=60)
-
-
-def test_without_the_package_completion_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "bash"]) == 2
-    assert capsys.readouterr().err == (
-        "syncprims: the completion script is written by a package: "
-        "pip install 'syncprims[completion]'\n"
-    )
-
-
-NAMES = ("run", "who", "config", "env", "trace", "completion")
-
-
-def test_every_command_is_among_these_names() -> None:
-    assert len(NAMES) == len(COMMANDS)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parser().parse_args([name, "--help"])
-    assert caught.value.code == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"usage: syncprims {name}")
-    assert "exit code" in said or name == "completion"
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in NAMES:
+        with pytest.raises(SystemExit) as caught:
+            parser().parse_args([name, "--help"])
+        assert caught.value.code == 0
+        said = capsys.readouterr().out
+        assert said.startswith(f"usage: syncprims {name}")
+        assert "exit code" in said
 
 
 def test_the_page_has_every_command_and_flag() -> None:
@@ -284,9 +166,9 @@ def test_the_page_has_every_command_and_flag() -> None:
     for option in OPTIONS:
         named = (option.flag, f"`{option.key}`", f"--{option.key}")
         assert any(name in page for name in named), option.key
-    for family, _ in REFUSED:
-        spelled = (f"--{family[0]}", f"--{family[0].rstrip('_')}", f"--{family[0]}*", family[0])
-        assert any(name in page for name in spelled), family
+    for names, _ in REFUSED:
+        first = names.split()[0]
+        assert any(name in page for name in (f"--{first}", f"--{first.rstrip('_')}", first)), first
 
 
 @pytest.mark.parametrize("line", ["run.yaml", "-n 2 other.toml --lr 0.1"])
@@ -309,23 +191,21 @@ def test_devices_that_are_not_there_are_told(tmp_path: Path, clean: dict[str, st
     assert "backend 'nccl' needs a CUDA device, and rank 0 has none" in done.stderr
 
 
-def test_a_pipe_that_nobody_reads_is_no_traceback(tmp_path: Path, clean: dict[str, str]) -> None:
+def test_an_output_that_cannot_be_written_is_no_traceback(
+    tmp_path: Path, clean: dict[str, str]
+) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "syncprims", "env"], env=clean, cwd=tmp_path, stdout=writer,
-            stderr=subprocess.PIPE, text=True, timeout=60, check=False,
-        )  # fmt: skip
-    finally:
-        os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "syncprims", "env"], env=clean, cwd=tmp_path, stdout=full,
-            stderr=subprocess.PIPE, text=True, timeout=60, check=False,
-        )  # fmt: skip
-    assert (done.returncode, done.stderr) == (1, "syncprims: [Errno 28] No space left on device\n")
+    with os.fdopen(writer, "w") as closed, Path("/dev/full").open("w") as full:
+        for output, ended in (
+            (closed, (141, "")),
+            (full, (1, "syncprims: [Errno 28] No space left on device\n")),
+        ):
+            done = subprocess.run(
+                [sys.executable, "-m", "syncprims", "env"], env=clean, cwd=tmp_path, stdout=output,
+                stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+            )  # fmt: skip
+            assert (done.returncode, done.stderr) == ended
 
 
 @pytest.mark.parametrize(
@@ -334,7 +214,7 @@ def test_a_pipe_that_nobody_reads_is_no_traceback(tmp_path: Path, clean: dict[st
         (["env"], [1], 0, ""),
         (["--version"], [1], 0, ""),
         (["env", "--json"], [0, 1, 2], 0, ""),
-        (["config"], [0], 2, "nothing to write"),
+        (["config", "-o", "x.ini"], [0], 2, "*.yaml or *.toml"),
         (["trace", "nowhere"], [2], 2, ""),
     ],
     ids=str,
@@ -360,19 +240,11 @@ def test_what_an_output_cannot_spell_is_escaped(tmp_path: Path, clean: dict[str,
 
 
 def test_an_interrupt_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(question: str) -> str:
+    def interrupt(environ: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("builtins.input", interrupted)
-    monkeypatch.setattr("sys.stdin", Terminal())
-    assert main(["config"]) == 130
+    monkeypatch.setattr("syncprims.cli.env.preview", interrupt)
+    assert main(["env"]) == 130
     assert capsys.readouterr().err == "syncprims: interrupted\n"
-    assert not any(tmp_path.iterdir())
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True

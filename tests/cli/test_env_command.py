@@ -14,7 +14,6 @@ from support import ROOT
 from support.launcher_variables import OPEN_MPI, SHELL, SLURM, TORCHRUN
 from support.rank_environment import clean_environ
 
-from syncprims._world.launchers import list_rank_variables, make_rank_variables
 from syncprims._world.settings import find_misspelt
 from syncprims.cli import env
 from syncprims.cli.console import Style
@@ -153,13 +152,6 @@ def test_what_is_called_like_ours_and_read_by_nobody_is_shown() -> None:
     assert "Set, but never read\n  SYNCPRIMS_FOO\n" in text
     found = env.as_json(env.preview(environ), environ)["misspelt"]
     assert found == {"SYNCPRIMS_TIMOUT": "SYNCPRIMS_TIMEOUT", "SYNCPRIMS_FOO": None}
-
-
-def test_what_the_library_and_its_launcher_read_is_known() -> None:
-    rank = make_rank_variables(0, 2)
-    read = {name for name in list_rank_variables() if name.startswith("SYNCPRIMS_")}
-    environ = dict.fromkeys({*rank, *read, "SYNCPRIMS_ERROR_FILE", "SYNCPRIMS_TRACE_LIMIT"}, "1")
-    assert find_misspelt(environ) == {}
 
 
 def test_every_variable_that_the_code_names_is_known() -> None:

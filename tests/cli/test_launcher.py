@@ -1,103 +1,64 @@
-"""`syncprims run`: starts ranks without torch, and leaves no process behind."""
+"""`syncprims run`: starts ranks without torch, and leaves no process behind, whatever ends."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import pty
 import signal
 import subprocess
 import sys
-import textwrap
+import termios
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any
 
 import pytest
-from support.rank_environment import clean_environ
+from support.launches import Launches, await_condition, command, find_processes
 from support.rank_worlds import CLOSING, CROWDED, skip_unless_crowded
 
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.fixture
-def clean() -> dict[str, str]:
-    return clean_environ()
+def launches(tmp_path: Path) -> Launches:
+    return Launches(tmp_path / "job.py")
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    return tmp_path / "job.py"
+def call(launches: Launches, line: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.run(line, env=launches.environ, timeout=60, check=False, **options)
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "syncprims", "run", *words]
-
-
-def run(script: Path, source: str, *words: str, env: dict[str, str], n: int = 3) -> Done:
-    script.write_text(
-        "import os, signal, sys, time\nfrom syncprims import *\n" + textwrap.dedent(source)
-    )
-    done = subprocess.run(
-        command("-n", str(n), str(script), *words),
-        env=env,
-        cwd=script.parent,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=60,
-        check=False,
-    )
-    assert not left_over(script), "a rank outlived its launcher"
-    return Done(done.returncode, done.stdout, done.stderr)
-
-
-def left_over(script: Path) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            text = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(script) in text:
-            found.append(text)
-    return found
-
-
-def test_ranks_meet_and_their_lines_are_prefixed(script: Path, clean: dict[str, str]) -> None:
-    done = run(
-        script,
+def test_ranks_meet_and_their_lines_are_prefixed(launches: Launches) -> None:
+    done = launches.run(
         """
         assert all_gather(get_rank()) == [0, 1, 2]
         print("hello from", current().backend_name, sys.argv[1:])
         print("to stderr", file=sys.stderr, end="")
         """,
-        "--backend", "-n", "5", env=clean,
-    )  # fmt: skip
+        args=["--backend", "-n", "5"],
+    )
     said = "hello from file ['--backend', '-n', '5']"
     assert done.code == 0
     assert sorted(done.out.splitlines()) == [f"[rank {r}] {said}" for r in range(3)]
     assert sorted(done.err.splitlines()) == [f"[rank {r}] to stderr" for r in range(3)]
 
 
-def test_descriptors_may_have_any_number(script: Path, clean: dict[str, str]) -> None:
+def test_descriptors_may_have_any_number(launches: Launches) -> None:
     skip_unless_crowded()
-    script.write_text("import os; print('hello from', os.environ['RANK'])\n")
-    words = ["run", "-n", "2", str(script)]
+    launches.write("print('hello from', os.environ['RANK'])\n")
+    words = ["run", "-n", "2", str(launches.script)]
     source = f"{CROWDED}from syncprims.cli import main\nsys.exit(main({words!r}))\n"
-    done = subprocess.run(
-        [sys.executable, "-c", source], env=clean, capture_output=True, text=True, timeout=60,
-        check=False,
-    )  # fmt: skip
+    done = call(launches, [sys.executable, "-c", source])
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"[rank {r}] hello from {r}" for r in range(2)]
+    lines = sorted(done.stdout.decode().splitlines())
+    assert lines == [f"[rank {r}] hello from {r}" for r in range(2)]
 
 
-def test_variables_are_set_in_both_dialects(script: Path, clean: dict[str, str]) -> None:
-    done = run(
-        script,
+def test_variables_are_set_in_both_dialects(launches: Launches) -> None:
+    done = launches.run(
         """
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
             assert os.environ[name] == os.environ["SYNCPRIMS_" + name], name
@@ -105,56 +66,20 @@ def test_variables_are_set_in_both_dialects(script: Path, clean: dict[str, str])
         assert "SLURM_PROCID" not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
         barrier()
         """,
-        env={**clean, "SLURM_PROCID": "7", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0",
-             "TORCHELASTIC_RUN_ID": "outer", "RANK": "1", "WORLD_SIZE": "2"},
+        SLURM_PROCID="7", SLURM_NTASKS="8", SLURM_STEP_ID="0", RANK="1", WORLD_SIZE="2",
+        TORCHELASTIC_RUN_ID="outer",
     )  # fmt: skip
     assert done.code == 0, done.err
 
 
-def test_modules_backends_and_help(tmp_path: Path, clean: dict[str, str]) -> None:
-    (tmp_path / "job.py").write_text(
-        "import sys, syncprims\n"
-        "if __name__ == '__main__': print(syncprims.current().backend_name, sys.argv[1:])\n"
-    )
-
-    def go(*words: str, **more: str) -> Done:
-        done = subprocess.run(
-            command(*words), env={**clean, **more}, cwd=tmp_path, capture_output=True, text=True,
-            timeout=60, check=False,
-        )  # fmt: skip
-        return Done(done.returncode, done.stdout, done.stderr)
-
-    assert go("-n", "1", "-m", "job", "-m", "x").out == "[rank 0] file ['-m', 'x']\n"
-    assert go("-n", "1", "--backend", "single", "job.py").out == "[rank 0] single []\n"
-    assert go("-n", "1", "job.py", SYNCPRIMS_BACKEND="single").out == "[rank 0] single []\n"
-    contradiction = go("-n", "1", "--backend", "file", "job.py", SYNCPRIMS_BACKEND="single")
-    assert contradiction.code == 2
-    assert "--backend file contradicts SYNCPRIMS_BACKEND=single" in contradiction.err
-    assert go("-n", "0", "job.py").code == 2
-    assert "number of ranks" in go("-n", "none", "job.py").err
-    assert "Everything after the script belongs to the script" in go("--help").out
-
-
-def test_the_root_cause_is_shown_last_and_its_code_returned(
-    script: Path, clean: dict[str, str]
-) -> None:
-    done = run(
-        script,
-        """
-        init()
-        if get_rank() == 1:
-            raise ValueError("bad shard")
-        barrier("load")
-        """,
-        env=clean,
-    )
-    assert done.code == 1
-    report = done.err[done.err.index("syncprims run:") :].splitlines()
-    assert report[0] == "syncprims run: rank 1 failed first (exit code 1): ValueError: bad shard"
-    assert any("raise ValueError" in line for line in report)
-    assert "\nranks 0, 2: PeerFailed because of rank 1\n" in done.err
-    assert "[rank 0]" in done.err
-    assert "PeerFailed: rank 1 failed" in done.err
+def test_a_module_and_its_backend(launches: Launches) -> None:
+    launches.write("print(current().backend_name, sys.argv[1:])\n")
+    for words, said in (
+        (["-m", "job", "-m", "x"], b"file ['-m', 'x']"),
+        (["--backend", "single", "job.py"], b"single []"),
+    ):
+        done = call(launches, command("-n", "1", *words), cwd=launches.script.parent)
+        assert done.stdout == b"[rank 0] %s\n" % said, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -166,22 +91,17 @@ def test_the_root_cause_is_shown_last_and_its_code_returned(
         ("os._exit(9)", 9, "exit code 9"),
     ],
 )
-def test_every_ending_has_its_code(
-    script: Path, clean: dict[str, str], ending: str, code: int, how: str
-) -> None:
-    source = f"init()\nif get_rank() == 2:\n    {ending}\nbarrier()\n"
-    done = run(script, source, env=clean)
+def test_every_ending_has_its_code(launches: Launches, ending: str, code: int, how: str) -> None:
+    done = launches.run(f"init()\nif get_rank() == 2: {ending}\nbarrier()\n")
     assert done.code == code
     report = done.err[done.err.index("syncprims run:") :]
     assert report.startswith("syncprims run: rank 2 failed first (")
-    assert how in report.split("then rank")[0]
+    assert how in report
 
 
-def test_a_rank_that_fails_before_it_joins_ends_the_others(
-    script: Path, clean: dict[str, str]
-) -> None:
+def test_a_rank_that_fails_before_it_joins_ends_the_others(launches: Launches) -> None:
     begin = time.monotonic()
-    done = run(script, "if get_rank() == 1:\n    import no_such_module\nbarrier()\n", env=clean)
+    done = launches.run("if get_rank() == 1:\n    import no_such_module\nbarrier()\n")
     assert time.monotonic() - begin < 30
     assert done.code == 1
     report = done.err[done.err.index("syncprims run:") :]
@@ -194,60 +114,26 @@ def test_a_rank_that_fails_before_it_joins_ends_the_others(
     ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_signals_reach_the_ranks_and_leave_no_process(
-    script: Path, clean: dict[str, str], signum: int, code: int
+    launches: Launches, signum: int, code: int
 ) -> None:
-    script.write_text(
-        "import subprocess, sys, time, syncprims\n"
-        "syncprims.init()\n"
-        "sleep = 'import time; time.sleep(99)'\n"
-        "child = subprocess.Popen([sys.executable, '-c', sleep, __file__])\n"
-        "print('ready')\n"
-        "syncprims.barrier() if syncprims.is_main() else time.sleep(99)\n"
-    )
-    launcher = subprocess.Popen(
-        command("-n", "3", str(script)), env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    assert launcher.stdout is not None
-    assert sorted(launcher.stdout.readline() for _ in range(3)) == [
-        f"[rank {r}] ready\n" for r in range(3)
-    ]
-    launcher.send_signal(signum)
-    launcher.communicate(timeout=30)
-    assert launcher.returncode == code
-    assert not left_over(script)
-
-
-def test_nothing_is_left_even_of_a_run_that_was_killed(script: Path, clean: dict[str, str]) -> None:
     source = """
-    import pathlib
     init()
-    pathlib.Path(__file__).with_name("where").write_text(os.environ["SYNCPRIMS_DIR"])
-    barrier()
-    os.kill(os.getpid(), 9)
+    sleep = 'import time; time.sleep(99)'
+    child = subprocess.Popen([sys.executable, '-c', sleep, __file__])
+    print('ready')
+    barrier() if is_main() else time.sleep(99)
     """
-    assert run(script, source, env=clean).code == 137
-    assert not Path(script.with_name("where").read_text()).parent.exists()
+    with launches.start(source, n=3) as launcher:
+        assert launcher.stdout is not None
+        ready = sorted(launcher.stdout.readline() for _ in range(3))
+        assert ready == [f"[rank {r}] ready\n" for r in range(3)]
+        launcher.send_signal(signum)
+        launcher.communicate(timeout=30)
+        assert launcher.returncode == code
 
 
-def test_ranks_of_torchrun_meet_by_file(script: Path, clean: dict[str, str]) -> None:
-    pytest.importorskip("torch")
-    script.write_text("import syncprims, sys\nprint(syncprims.all_gather(syncprims.get_rank()))\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(script)],
-        env={**clean, "SYNCPRIMS_BACKEND": "file", "SYNCPRIMS_DIR": str(script.parent / "meet"),
-             "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("[0, 1]") == 2
-    assert not any((script.parent / "meet").iterdir())
-
-
-def test_the_reason_of_an_earlier_world_is_not_shown(script: Path, clean: dict[str, str]) -> None:
-    done = run(
-        script,
+def test_the_reason_of_an_earlier_world_is_not_shown(launches: Launches) -> None:
+    done = launches.run(
         """
         try:
             with init():
@@ -262,8 +148,7 @@ def test_the_reason_of_an_earlier_world_is_not_shown(script: Path, clean: dict[s
         if get_rank() == 1:
             raise RuntimeError("the real cause")
         barrier()
-        """,
-        env=clean,
+        """
     )
     report = done.err[done.err.index("syncprims run:") :]
     assert report.startswith("syncprims run: rank 1 failed first (exit code 1): RuntimeError: the")
@@ -272,65 +157,54 @@ def test_the_reason_of_an_earlier_world_is_not_shown(script: Path, clean: dict[s
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_full_disk_behind_the_launcher_stops_nobody_and_is_told(
-    stream: str, script: Path, clean: dict[str, str]
+    stream: str, launches: Launches, tmp_path: Path
 ) -> None:
-    script.write_text(
-        f"import sys\nprint('x' * 1_000_000, file=sys.{stream})\n"
-        "open(sys.argv[1], 'a').write('.')\n"
-    )
-    done = script.with_name("done")
+    source = f"print('x' * 1_000_000, file=sys.{stream})\nopen(sys.argv[1], 'a').write('.')\n"
+    launches.write(source)
+    line = command("-n", "2", str(launches.script), str(tmp_path / "done"))
     with Path("/dev/full").open("wb") as full:
-        ended = subprocess.run(
-            command("-n", "2", str(script), str(done)), env=clean, timeout=60, check=False,
-            stdout=full if stream == "stdout" else subprocess.PIPE,
-            stderr=full if stream == "stderr" else subprocess.PIPE,
-        )  # fmt: skip
-    assert (ended.returncode, done.read_text()) == (1, "..")
+        ended = call(launches, line, **{stream: full})
+    assert (ended.returncode, (tmp_path / "done").read_text()) == (1, "..")
     if stream == "stdout":
-        told = "the ranks ended well, and what they wrote is lost: No space left on device"
+        told = "all ranks succeeded, but their output is lost: No space left on device"
         assert ended.stderr.decode() == f"syncprims: [Errno 28] {told}\n"
 
 
-def test_a_pipe_that_nobody_reads_stops_nobody(script: Path, clean: dict[str, str]) -> None:
-    script.write_text("import sys\nprint('x')\nopen(sys.argv[1], 'a').write('.')\n")
-    done = script.with_name("done")
+def test_a_pipe_that_nobody_reads_stops_nobody(launches: Launches, tmp_path: Path) -> None:
+    launches.write("print('x')\nopen(sys.argv[1], 'a').write('.')\n")
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        ended = subprocess.run(
-            command("-n", "2", str(script), str(done)), env=clean, timeout=60, check=False,
-            stdout=writer, stderr=subprocess.PIPE,
-        )  # fmt: skip
+        line = command("-n", "2", str(launches.script), str(tmp_path / "done"))
+        ended = call(launches, line, stdout=writer)
     finally:
         os.close(writer)
-    assert (ended.returncode, ended.stderr, done.read_text()) == (141, b"", "..")
+    assert (ended.returncode, ended.stderr) == (141, b"")
+    assert (tmp_path / "done").read_text() == ".."
 
 
 @pytest.mark.parametrize("closed", [[1], [2], [0, 1, 2]], ids=str)
-def test_closed_streams_stop_nobody(closed: list[int], script: Path, clean: dict[str, str]) -> None:
-    script.write_text(
-        "import sys, syncprims\n"
+def test_closed_streams_stop_nobody(closed: list[int], launches: Launches) -> None:
+    launches.write(
         "for stream in (sys.stdout, sys.stderr):\n"
         "    print('x' * 1_000_000, file=stream, flush=True)\n"  # more than a pipe holds
-        "syncprims.barrier()\n"
+        "barrier()\n"
     )
-    words = [sys.executable, "-c", CLOSING, str(closed), *command("-n", "2", str(script))]
-    done = subprocess.run(words, env=clean, capture_output=True, timeout=60, check=False)
+    line = command("-n", "2", str(launches.script))
+    done = call(launches, [sys.executable, "-c", CLOSING, str(closed), *line])
     assert done.returncode == 0, done.stderr
     assert (len(done.stdout) > 2_000_000) == (1 not in closed)
     assert (len(done.stderr) > 2_000_000) == (2 not in closed)
 
 
-def test_output_of_any_shape_arrives(script: Path, clean: dict[str, str]) -> None:
-    done = run(
-        script,
+def test_output_of_any_shape_arrives(launches: Launches) -> None:
+    done = launches.run(
         r"""
         raw = sys.stdout.buffer
         raw.write(b"bar 1\rbar 2\r"); raw.flush()
         raw.write(b"one\r"); raw.flush(); time.sleep(0.3); raw.write(b"\ntwo\n\nlatin \xe9\n")
         raw.write(b"y" * 3_000_000 + b"\nend")
         """,
-        env=clean,
         n=1,
     )
     lines = done.out.split("\n")
@@ -340,48 +214,289 @@ def test_output_of_any_shape_arrives(script: Path, clean: dict[str, str]) -> Non
     assert lines[-2:] == ["[rank 0] end", ""]
 
 
-def test_a_grandchild_that_keeps_the_pipe_delays_little(
-    script: Path, clean: dict[str, str]
-) -> None:
-    begin = time.monotonic()
-    done = run(
-        script,
-        """
-        import subprocess
-        subprocess.Popen(["sleep", "20"], start_new_session=True) if get_rank() == 0 else None
-        """,
-        env=clean,
-    )
-    assert done.code == 0
-    assert time.monotonic() - begin < 18
-
-
-def test_a_graceful_stop_may_take_longer_than_a_failure(
-    script: Path, clean: dict[str, str]
-) -> None:
-    script.write_text(
-        "import time, syncprims\n"
-        "stop = syncprims.Trigger()\n"
-        "stop.set_on_signal()\n"
-        "print('ready')\n"
-        "while not stop.check(): time.sleep(0.01)\n"
-        "time.sleep(6)\n"  # longer than what the others get after a failure
-        "print('saved')\n"
-    )
-    launcher = subprocess.Popen(
-        command("-n", "2", str(script)), env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    assert launcher.stdout is not None
-    for _ in range(2):  # both ranks have their handlers
-        assert launcher.stdout.readline().endswith("ready\n")
-    launcher.send_signal(signal.SIGTERM)
-    out, _ = launcher.communicate(timeout=40)
+def test_a_graceful_stop_may_take_longer_than_a_failure(launches: Launches) -> None:
+    source = """
+    stop = Trigger()
+    stop.set_on_signal()
+    print('ready')
+    while not stop.check(): time.sleep(0.01)
+    time.sleep(6)  # longer than what the others get after a failure
+    print('saved')
+    """
+    with launches.start(source) as launcher:
+        assert launcher.stdout is not None
+        for _ in range(2):  # both ranks have their handlers
+            assert launcher.stdout.readline().endswith("ready\n")
+        launcher.send_signal(signal.SIGTERM)
+        out, _ = launcher.communicate(timeout=40)
     assert out.count("saved") == 2
     assert launcher.returncode == 143
 
 
-def test_an_unknown_backend_is_told_once(script: Path, clean: dict[str, str]) -> None:
-    done = run(script, "barrier()", env={**clean, "SYNCPRIMS_BACKEND": "flie"})
-    assert done.code == 2
-    assert done.err.count("no backend named 'flie'") == 1
+# -- what is left of a run ------------------------------------------------------------------------
+
+#: Starts a process in a session of its own, which names the script; then says where the run meets.
+CHILD = """
+sleep = "import time; time.sleep(99)"
+subprocess.Popen([sys.executable, "-c", sleep, __file__], start_new_session=True)
+print(os.environ["SYNCPRIMS_DIR"])
+"""
+#: The same by a process that has no parent, and none of our variables.
+ORPHAN = """
+sleep = "import time; time.sleep(99)"
+words = [sys.executable, "-c", sleep, __file__]
+code = f"import subprocess; subprocess.Popen({words}, start_new_session=True, env={{}})"
+subprocess.run([sys.executable, "-c", code])
+print(os.environ["SYNCPRIMS_DIR"])
+"""
+
+
+def scratch_of(launcher: subprocess.Popen[str]) -> Path:
+    """Return the scratch directory of a launch, whose ranks say where they meet."""
+    assert launcher.stdout is not None
+    return Path(launcher.stdout.readline().split()[-1]).parents[1]
+
+
+def await_unread_output(stream: IO[str]) -> None:
+    """Wait until a pipe is nearly full; the parts of its memory may be half empty."""
+
+    def unread() -> int:
+        return int.from_bytes(fcntl.ioctl(stream, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+    await_condition(lambda: unread() > 32_000, "the output does not come")
+
+
+@pytest.mark.parametrize("child", [CHILD, ORPHAN], ids=["child", "orphan"])
+@pytest.mark.parametrize("ending", ["barrier()", "raise ValueError('no')", "os.kill(0, 9)"])
+def test_children_in_their_own_session_end_with_the_run(
+    launches: Launches, child: str, ending: str
+) -> None:
+    launches.run(f"{child}init()\nif is_main(): {ending}\nbarrier()\n", n=2)  # it checks
+
+
+@pytest.mark.parametrize("source", ["while True: time.sleep(9)", "while True: barrier()"])
+def test_ranks_and_their_children_die_with_a_killed_launcher(
+    launches: Launches, source: str
+) -> None:
+    with launches.start(f"{CHILD}{source}\n") as launcher:
+        scratch = scratch_of(launcher)
+        launcher.kill()
+        launcher.wait()
+        await_condition(lambda: not find_processes(launches.script), "ranks live on")
+        await_condition(lambda: not scratch.exists(), "the scratch directory is left")
+
+
+def test_ranks_die_even_if_the_guard_was_killed_too(launches: Launches) -> None:
+    source = "print(os.environ['SYNCPRIMS_DIR'])\nbarrier()\nprint('ready')\ntime.sleep(99)\n"
+    with launches.start(source) as launcher:
+        assert launcher.stdout is not None
+        scratch = scratch_of(launcher)
+        while launcher.stdout.readline().split()[-1] != "ready":
+            pass
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        launcher.kill()
+        launcher.wait()
+        await_condition(lambda: not find_processes(launches.script), "ranks live on")
+    assert scratch.exists()
+    assert launches.run("barrier()").code == 0
+    assert not scratch.exists(), "a later run removes what is left of dead ones"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=str)
+def test_a_launch_inside_a_launch_ends_with_it(launches: Launches, signum: int) -> None:
+    inner = launches.script.with_name("inner.py")
+    inner.write_text(
+        "import time, syncprims\nsyncprims.barrier()\n"
+        "open('ready', 'w').close() if syncprims.is_main() else None\ntime.sleep(99)\n"
+    )
+    source = f"""
+    print(os.environ["SYNCPRIMS_DIR"])
+    if is_main():
+        subprocess.run({command("-n", "2", str(inner))}, start_new_session=True)
+    barrier()
+    """
+    with launches.start(source) as launcher:
+        scratch = scratch_of(launcher)
+        await_condition(inner.with_name("ready").exists, "the inner ranks have not met")
+        launcher.send_signal(signum)
+        launcher.wait()
+        await_condition(lambda: not find_processes(inner), "the inner ranks live on")
+        await_condition(lambda: not scratch.exists(), "a scratch directory is left")
+
+
+def test_a_directory_of_the_user_is_left_as_it_was(launches: Launches, tmp_path: Path) -> None:
+    meet = tmp_path / "meet"
+    for source, code in (("barrier()", 0), ("init()\nos.kill(os.getpid(), 9)", 137)):
+        assert launches.run(source, SYNCPRIMS_DIR=str(meet)).code == code
+        assert not any(meet.iterdir())
+
+
+# -- signals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_a_second_signal_ends_the_ranks_at_once(launches: Launches, second: int) -> None:
+    source = """
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: print("asked"))
+    barrier()
+    print("ready")
+    while True: time.sleep(9)
+    """
+    with launches.start(source) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stderr is not None
+        for _ in range(2):
+            assert launcher.stdout.readline().endswith("ready\n")
+        launcher.send_signal(signal.SIGINT)
+        line = launcher.stderr.readline()
+        assert line.startswith("syncprims run: SIGINT: the ranks have 30 s to stop")
+        for _ in range(2):
+            assert launcher.stdout.readline().endswith("asked\n")
+        time.sleep(0.3)  # what comes sooner is the same request
+        launcher.send_signal(second)
+        assert launcher.wait(timeout=20) == 130
+
+
+def test_a_signal_counts_while_nobody_reads_the_output(launches: Launches) -> None:
+    with launches.start("while True: print('x' * 99)\n") as launcher:
+        assert launcher.stdout is not None
+        await_unread_output(launcher.stdout)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=30) == 143
+
+
+@pytest.mark.soak
+def test_output_that_is_read_late_is_whole(launches: Launches) -> None:
+    """The ranks end before it is read: the pipes hold it. The launcher and its guard stay."""
+    with launches.start("for _ in range(600): print('x' * 99)\n") as launcher:
+        assert launcher.stdout is not None
+        await_unread_output(launcher.stdout)
+        await_condition(lambda: not find_processes(launches.script)[2:], "the ranks do not end")
+        time.sleep(7)  # longer than the launcher waits for anything else
+        out, _ = launcher.communicate(timeout=30)
+        assert launcher.returncode == 0
+    assert out.count("x" * 99) == 1200
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2], ids=str)
+def test_a_users_signal_is_passed_on_and_ends_nothing(launches: Launches, signum: int) -> None:
+    """Schedulers send such a signal to the launcher some time before the end."""
+    source = f"""
+    stop = Trigger("stop")
+    stop.set_on_signal(signal.Signals({int(signum)}))
+    barrier()
+    print("ready")
+    while not stop.check(): time.sleep(0.01)
+    print("stopped")
+    """
+    with launches.start(source) as launcher:
+        assert launcher.stdout is not None
+        for _ in range(2):
+            assert launcher.stdout.readline().endswith("ready\n")
+        launcher.send_signal(signum)
+        for _ in range(2):
+            assert launcher.stdout.readline().endswith("stopped\n")
+        assert launcher.wait(timeout=20) == 0
+
+
+def test_a_rank_that_cannot_be_started_is_told_with_the_limit(launches: Launches) -> None:
+    launches.write("barrier()\n")
+    limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); "
+    line = [*command("-n", "40", str(launches.script))]
+    done = subprocess.run(
+        [sys.executable, "-c", limited + "os.execv(sys.argv[1], sys.argv[1:])", *line],
+        env=launches.environ, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "of 40 cannot be started: Too many open files; start fewer ranks" in done.stderr
+    assert not find_processes(launches.script)
+
+
+def test_a_signal_counts_while_ranks_are_started(launches: Launches) -> None:
+    launches.write("while True: time.sleep(9)\n")
+    launcher = subprocess.Popen(
+        command("-n", "2000", str(launches.script)), env=launches.environ,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with launcher:
+        await_condition(lambda: len(find_processes(launches.script)) > 3, "no rank was started")
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=30) == 143
+    assert not find_processes(launches.script)
+
+
+# -- restarts -------------------------------------------------------------------------------------
+
+GENERATIONS = """
+generation = os.environ["SYNCPRIMS_RESTART"]
+assert os.environ["TORCHELASTIC_RESTART_COUNT"] == generation
+assert all_gather(generation) == [generation] * 2
+"""
+
+
+def test_ranks_are_started_again_as_the_next_generation(launches: Launches) -> None:
+    done = launches.run(
+        f"{CHILD}{GENERATIONS}"
+        "if generation < '2' and get_rank() == 1: raise ValueError('generation ' + generation)\n"
+        "barrier('end')\n"
+        "print('done in', generation)\n",
+        "--max-restarts", "3", n=2,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert done.out.count("done in 2") == 2
+    said = [line for line in done.report if line.startswith("syncprims run:")]
+    assert said == [
+        "syncprims run: rank 1 failed first (exit code 1): ValueError: generation 0",
+        "syncprims run: restart 1 of 3",
+        "syncprims run: rank 1 failed first (exit code 1): ValueError: generation 1",
+        "syncprims run: restart 2 of 3",
+    ]
+
+
+def test_the_last_generation_decides(launches: Launches) -> None:
+    done = launches.run(f"{GENERATIONS}sys.exit(5 + int(generation))\n", "--max-restarts", "1", n=2)
+    assert done.code == 6
+    assert done.report[-1] in [
+        f"syncprims run: rank {rank} failed first (exit code 6)" for rank in range(2)
+    ]
+    assert "syncprims run: restart 1 of 1" in done.report
+
+
+def test_a_signal_is_no_reason_to_start_again(launches: Launches) -> None:
+    source = "barrier()\nprint('ready')\ntime.sleep(99)\n"
+    with launches.start(source, "--max-restarts", "5") as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        launcher.send_signal(signal.SIGTERM)
+        out, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 143
+    assert "restart" not in out + err
+
+
+def test_ranks_share_the_session_of_the_launcher(launches: Launches) -> None:
+    """Linux schedules each session as one: ranks of several could not yield to each other."""
+    done = launches.run("print(os.getsid(0), os.getpgrp() == os.getpid())\nbarrier()\n", n=3)
+    lines = {line.partition("] ")[2] for line in done.out.splitlines()}
+    assert lines == {f"{os.getsid(0)} True"}
+
+
+def test_rank_0_reads_from_the_terminal(launches: Launches) -> None:
+    launches.write("print('hello', input('name?') if is_main() else '')\nbarrier()\n")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, command("-n", "2", str(launches.script)), launches.environ)
+    try:
+        shown = ""
+        while "name?" not in shown:
+            shown += os.read(terminal, 4096).decode()
+        os.write(terminal, b"Ada\n")
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(terminal, 4096):
+                shown += part.decode()
+    finally:
+        _, status = os.waitpid(pid, 0)
+        os.close(terminal)
+    assert status == 0, shown
+    assert "hello Ada" in shown

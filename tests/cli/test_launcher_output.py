@@ -151,22 +151,6 @@ def test_a_prompt_of_rank_0_is_shown(tmp_path: Path) -> None:
     )
 
 
-def test_input_can_be_answered(launches: Launches) -> None:
-    launches.write("if is_main(): print('hello', input('name? '))\n")
-    with subprocess.Popen(
-        command("-n", "2", str(launches.script)), env=launches.environ, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, bufsize=0,
-    ) as launcher:  # fmt: skip
-        assert launcher.stdin is not None
-        assert launcher.stdout is not None
-        shown = b""
-        while b"name? " not in shown:
-            shown += launcher.stdout.read(100)
-        launcher.stdin.write(b"Ada\n")
-        shown += launcher.stdout.read()
-    assert shown == b"[rank 0] name? hello Ada\n"
-
-
 def test_one_progress_bar_is_redrawn_in_place_on_a_terminal(tmp_path: Path) -> None:
     screen = Screen(tmp_path, terminal=True)
     bars = [screen.pipe(rank, errors=True) for rank in range(2)]

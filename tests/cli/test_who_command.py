@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from support.observed import await_report
 from support.rank_environment import clean_environ
 from support.rank_worlds import PATIENCE
 
-from syncprims._world.host import free_port
+from syncprims._system.host import free_port
 from syncprims.cli import main
 from syncprims.who.verdict import NOTABLE
 
@@ -134,33 +133,24 @@ def test_the_launcher_prints_the_table_on_sigquit_and_harms_no_rank(tmp_path: Pa
         assert started.wait(PATIENCE) == 0
 
 
-def test_ranks_whose_launcher_is_dead_are_seen(tmp_path: Path) -> None:
+def test_ranks_of_torchrun_are_seen_also_without_it(tmp_path: Path) -> None:
     place = [f"--master-port={free_port()}", "--master-addr=127.0.0.1", "job.py"]
     with job(tmp_path, [*TORCHRUN, *place], OMP_NUM_THREADS="1") as started:
         pids = [one.pid for one in hangs(started).ranks]
+        asked = command(str(started.pid), "--json", "--stuck-after", "0.1")
         started.kill()
         started.wait()
         seen = await_report(pids[1], lambda r: r.verdict.waiting_for == [1])
-        assert [one.pid for one in seen.ranks] == pids
         (tmp_path / "go").touch()
         deadline = time.monotonic() + PATIENCE
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-
-
-def test_ranks_of_torchrun_are_seen(tmp_path: Path) -> None:
-    place = [f"--master-port={free_port()}", "--master-addr=127.0.0.1", "job.py"]
-    with job(tmp_path, [*TORCHRUN, *place], OMP_NUM_THREADS="1") as started:
-        seen = hangs(started)
-        asked = command(str(started.pid), "--json", "--stuck-after", "0.1")
-        (tmp_path / "go").touch()
-        assert started.wait(PATIENCE) == 0
+    assert [one.pid for one in seen.ranks] == pids
     assert asked.returncode == 3
     found = json.loads(asked.stdout)
     assert (found["backend"], found["world_size"]) == ("torch", 2)
     assert found["run_id"] == seen.run_id
     assert found["run_id"].startswith("torchrun-")
     assert found["verdict"]["waiting_for"] == [1]
-    assert [one["pid"] for one in found["ranks"]] == [one.pid for one in seen.ranks]
-    assert os.getpid() not in [one["pid"] for one in found["ranks"]]
+    assert [one["pid"] for one in found["ranks"]] == pids

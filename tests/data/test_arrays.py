@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import resource
@@ -19,7 +18,7 @@ from conftest import several
 from support.rank_worlds import Kind, Ranks
 
 import syncprims as sp
-from syncprims._data import codec, shared_memory
+from syncprims._data import codec, transport
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -184,7 +183,7 @@ def test_arrays_of_mixed_sizes_keep_out_of_each_others_way(world: Ranks) -> None
         rank, n = sp.get_rank(), sp.get_world_size()
         dice = np.random.default_rng(5)  # the same on all
         slow = np.random.default_rng([9, rank])
-        piece: Any = shared_memory._Piece  # pyright: ignore[reportPrivateUsage]
+        piece: Any = transport._Piece  # pyright: ignore[reportPrivateUsage]
         read = piece.read_others
 
         def read_slowly(self: Any, half: int) -> None:
@@ -252,29 +251,21 @@ def test_a_memory_map_travels_as_its_items(world: Ranks, tmp_path: Path) -> None
 
 
 @several()
-def test_payloads_of_one_checksum_are_not_one(world: Ranks) -> None:
+def test_what_has_one_checksum_is_not_one(world: Ranks) -> None:
     def program() -> None:
-        # These two differ by a multiple of the polynomial of CRC-32.
-        pair = [1 << 40, (1 << 40) ^ 0x1DB710641]
-        mine = pair[sp.get_rank() % 2]
-        sent = [pair[rank % 2] for rank in range(sp.get_world_size())]
-        assert zlib.crc32(codec.encode(pair[0])) == zlib.crc32(codec.encode(pair[1]))
+        # These pairs differ by a multiple of the polynomial of CRC-32.
+        numbers, texts = [1 << 40, (1 << 40) ^ 0x1DB710641], [b"cabCaa", b".L_.ia"]
+        assert zlib.crc32(codec.encode(numbers[0])) == zlib.crc32(codec.encode(numbers[1]))
+        assert zlib.crc32(texts[0]) == zlib.crc32(texts[1])
+        turn = sp.get_rank() % 2
+        mine, name = numbers[turn], texts[turn].decode()
+        sent = [numbers[rank % 2] for rank in range(sp.get_world_size())]
         assert sp.all_gather(mine) == sent
         assert sp.all_reduce(mine) == sum(sent)
-
-    world.run(program)
-
-
-@several()
-def test_labels_of_one_checksum_are_not_one(world: Ranks) -> None:
-    def program() -> None:
-        pair = ["cabCaa", ".L_.ia"]  # they differ by a multiple of the polynomial of CRC-32
-        assert zlib.crc32(pair[0].encode()) == zlib.crc32(pair[1].encode())
-        mine = {pair[sp.get_rank() % 2]: 1.0}
         with pytest.raises(sp.RankMismatch):
-            sp.all_reduce(mine)
+            sp.all_reduce({name: 1.0})
         with pytest.raises(sp.CollectiveMismatch):
-            sp.barrier(pair[sp.get_rank() % 2])
+            sp.barrier(name)
 
     world.run(program)
 
@@ -301,36 +292,6 @@ def test_what_is_no_array_of_numbers_is_refused_on_all(world: Ranks) -> None:
                 sp.all_reduce(bad)
         whole: Any = np.int64(1)  # any whole number will do
         assert sp.broadcast(np.ones(500), src=whole)[0] == 1
-
-    world.run(program)
-
-
-@several()
-def test_arrays_that_differ_are_a_mismatch_on_all(world: Ranks) -> None:
-    def program() -> None:
-        last = sp.get_rank() == sp.get_world_size() - 1
-        big = np.ones((1000, 2))
-        for other in (np.ones(2000), np.ones((1000, 2), "f4"), np.ones(2), 1.0, [big, big]):
-            with pytest.raises(sp.RankMismatch, match=r"\(1000, 2\)"):
-                sp.all_reduce(other if last else big)
-            assert sp.all_reduce(big).sum() == 2000 * sp.get_world_size()  # still in step
-
-    world.run(program)
-
-
-@several()
-def test_an_out_that_does_not_fit_is_ones_own_error(world: Ranks) -> None:
-    def program() -> None:
-        big = np.ones(10_000)
-        frozen = np.zeros(10_000)
-        frozen.flags.writeable = False
-        for out in (np.ones(9_999), np.ones(10_000, "f4"), frozen):
-            bad = sp.get_rank() == 1
-            refused = pytest.raises(ValueError) if bad else contextlib.nullcontext()  # noqa: PT011
-            for call in (sp.all_reduce, sp.broadcast):
-                with refused:
-                    assert call(big, out=out if bad else np.empty(10_000))[0] >= 1
-        assert sp.all_gather(sp.get_rank()) == list(range(sp.get_world_size()))
 
     world.run(program)
 
@@ -366,6 +327,8 @@ def test_deferred_flags_stand_beside_arrays(world: Ranks) -> None:
             if step == 2 and sp.get_rank() == 1:
                 trigger.set("enough")
             seen.append(trigger.check())
+            if seen[-1]:
+                trigger.clear()
             total = sp.all_reduce(np.full(50_000, float(step)))
             assert total[-1] == step * sp.get_world_size()
             assert sp.broadcast(np.full(900_000, step), step % sp.get_world_size())[0] == step
@@ -498,7 +461,7 @@ def test_tensors_of_every_dtype(world: Ranks) -> None:
             exact: Any = sum(part.to(wide) for part in parts)
             assert total.tolist() == exact.to(total.dtype).tolist(), name
 
-    world.run(program)
+    world.run(program, SYNCPRIMS_PICKLE="0")
 
 
 @several()

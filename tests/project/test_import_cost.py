@@ -37,7 +37,8 @@ def test_training_says_that_it_needs_torch() -> None:
     )
     assert done.returncode == 1
     assert done.stderr.endswith(
-        "ImportError: syncprims.training works on torch: pip install 'syncprims[torch]'\n"
+        "ImportError: syncprims.training needs torch: pip install '.[torch]' in the checkout of "
+        "syncprims\n"
     )
 
 

@@ -181,17 +181,6 @@ def test_a_world_of_one_refuses_what_could_not_travel(meeting_place: Path) -> No
 
 
 @pairs
-def test_an_object_that_cannot_travel_says_in_which_call(world: Ranks) -> None:
-    def program() -> Any:
-        error = sp.EncodingError if sp.is_main() else sp.PeerFailed
-        with pytest.raises(error, match=rf"broadcast from rank 0 \({HERE}:\d+\)"):
-            sp.broadcast(threading.Lock() if sp.is_main() else None)
-        return sp.all_gather(sp.get_rank())
-
-    assert world.run(program) == [[0, 1]] * 2
-
-
-@pairs
 def test_a_generator_that_is_closed_inside_has_not_finished_the_block(world: Ranks) -> None:
     def program() -> Any:
         def pieces() -> Any:

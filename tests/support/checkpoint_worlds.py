@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import pytest
 
 from support.rank_worlds import Kind
+
+#: What the fixture `alone` returns.
+Alone: TypeAlias = Callable[[Callable[[], Any]], Any]
 
 on_some = pytest.mark.parametrize(
     "kind", [Kind("single", 1), Kind("file", 1), Kind("file", 2), Kind("file", 4)], ids=str,

@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import os
 import re
+import signal
 from pathlib import Path
 
-from syncprims._world.processes import load_libc
+from syncprims._system.processes import load_libc
 from syncprims._world.registry import load_backend
 from syncprims._world.version import version
 
@@ -25,9 +27,10 @@ def prepare_forks() -> None:
     """
     for backend in ("file", "torch"):
         load_backend(backend)
-    for module in ("comparison", "shared_memory"):
-        importlib.import_module(f"syncprims._data.{module}")
+    importlib.import_module("syncprims._data.comparison")
     version()
+    # The limit of a test's time is a handler of SIGALRM, and not for the processes that it starts.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL))
     gc.collect()
     gc.freeze()  # a collection in a rank would copy all memory that holds objects
     _use_huge_pages()

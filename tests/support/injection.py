@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import syncprims as sp
+from syncprims._api.trigger import SelfClearingTrigger
 from syncprims.testing.world_spec import WorldSpec
 from syncprims.testing.worlds import run_once
 
@@ -206,11 +207,11 @@ def _too_large(number: int) -> str:
     return "a result"
 
 
-_TRIGGERS: dict[tuple[int, int], sp.Trigger] = {}
+_TRIGGERS: dict[tuple[int, int], sp.Trigger] = {}  # each of which is set again and again
 
 
 def _trigger(number: int, lag: int) -> Any:
-    own = _TRIGGERS.setdefault((sp.get_rank(), lag), sp.Trigger(lag=lag))
+    own = _TRIGGERS.setdefault((sp.get_rank(), lag), SelfClearingTrigger(lag=lag))
     own.set(f"step {number}")
     return own.check() and own.reason
 

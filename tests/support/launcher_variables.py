@@ -44,20 +44,4 @@ OPEN_MPI = {
     "PMIX_RANK": "3",
 }
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-PALS = {
-    "PALS_RANKID": "3",
-    "PALS_NODEID": "1",
-    "PALS_LOCAL_RANKID": "1",
-    "PALS_LOCAL_SIZE": "2",
-    "PALS_APID": "abc",
-    "PMI_RANK": "3",
-    "PMI_SIZE": "4",
-}
-LSF = {
-    "LSB_JOBID": "9",
-    "JSM_NAMESPACE_RANK": "2",
-    "JSM_NAMESPACE_SIZE": "4",
-    "JSM_NAMESPACE_LOCAL_RANK": "0",
-    "JSM_NAMESPACE_LOCAL_SIZE": "2",
-}
 OURS = {"SYNCPRIMS_RANK": "1", "SYNCPRIMS_WORLD_SIZE": "2"}

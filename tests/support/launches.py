@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from support.rank_environment import clean_environ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
 HEAD = "import os, signal, subprocess, sys, time\nfrom syncprims import *\n"
 
@@ -66,11 +66,13 @@ class Launches:
         """Make `source` the script; it can use all public names."""
         self.script.write_text(HEAD + textwrap.dedent(source))
 
-    def run(self, source: str, *flags: str, n: int = 3, **variables: str) -> Done:
-        """Run `source` on `n` ranks; nothing may be left of them."""
+    def run(
+        self, source: str, *flags: str, n: int = 3, args: Sequence[str] = (), **variables: str
+    ) -> Done:
+        """Run `source` on `n` ranks, with `args` of its own; nothing may be left of them."""
         self.write(source)
         done = subprocess.run(
-            command("-n", str(n), *flags, str(self.script)),
+            command("-n", str(n), *flags, str(self.script), *args),
             env={**self.environ, **variables},
             cwd=self.script.parent,
             capture_output=True,

@@ -170,6 +170,12 @@ class Network:
         """Cut the link of a host: what is sent there is lost, and no process is notified."""
         self._at_switch("link", "set", f"v{host.number}", "down")
 
+    def cut_between(self, one: Host, other: Host) -> None:
+        """Lose all that two hosts send to each other: to a hardware address that nobody has."""
+        for host, peer in ((one, other), (other, one)):
+            inside = ["nsenter", "-t", str(host.pid), "-n", "ip", "neigh", "replace", peer.address]
+            _do([*inside, "lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "eth0"])
+
     def mend(self, host: Host) -> None:
         """Restore the link of a host."""
         self._at_switch("link", "set", f"v{host.number}", "up")

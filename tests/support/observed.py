@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import syncprims as sp
 from support.rank_worlds import PATIENCE, Kind, environment, fork
-from syncprims._world.host import free_port
+from syncprims._system.host import free_port
 from syncprims.who.observation import Observation, WorldReport
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from support.forks import prepare_forks
 from support.histories import Event, History, Kind, Step, show, violations
 from support.rank_worlds import Kind as World
 from support.rank_worlds import environment, fork
+from syncprims._api.trigger import SelfClearingTrigger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -167,7 +168,7 @@ class _Rank:
         self._armed = False
         self._hurt = False
         self._at = 0
-        self._triggers = {name: sp.Trigger(name, lag=1) for name in ("stop", "save")}
+        self._triggers = {name: SelfClearingTrigger(name, lag=1) for name in ("stop", "save")}
 
     def run(self) -> None:
         signal.signal(signal.SIGUSR1, self._on_signal)

@@ -24,7 +24,7 @@ import torch  # noqa: F401 - imported once, before ranks fork, because it takes 
 
 import syncprims
 from support.rank_environment import clean_environ
-from syncprims._world.host import free_port
+from syncprims._system.host import free_port
 from syncprims._world.launchers import make_rank_variables
 from syncprims.testing.world_spec import WorldSpec
 from syncprims.testing.worlds import run_once

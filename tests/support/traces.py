@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncprims._protocol import trace_file
-from syncprims._protocol.trace_file import Recorder
 from syncprims.errors import format_ranks
 from syncprims.interface import Label, Topology
+from syncprims.tracing import trace_file
 from syncprims.tracing.reading import TraceRun, find_runs, read_run
+from syncprims.tracing.trace_file import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ def entries(run: TraceRun, rank: int) -> list[Entry]:
     rounds = sorted(trace.rounds.tolist(), key=lambda one: (one[2] or 1 << 62, one[3]))
     found = [dict(zip(trace.rounds.dtype.names or (), one, strict=True)) for one in rounds]
     return [
-        Entry(str(run.names.calls[one["call"]]), one["number"], run.names.outcomes[one["outcome"]])
+        Entry(run.calls[one["call"]].call, one["number"], run.outcomes[one["outcome"]])
         for one in found
     ]
 
@@ -62,16 +62,21 @@ class Warnings(logging.Handler):
 class Planted:
     """A run whose ranks arrive at times that the test gives."""
 
-    def __init__(self, directory: Path, patch: pytest.MonkeyPatch, ranks: int) -> None:
+    def __init__(
+        self, directory: Path, patch: pytest.MonkeyPatch, ranks: int, *, ahead: Sequence[int] = ()
+    ) -> None:
+        """Make a run; the clock of each rank is `ahead` of the test's, and equal ones are one."""
         self.directory = directory
         self.ranks = ranks
         self._patch = patch
         self._labels: dict[tuple[str, str | None, str], Label] = {}
         self._recorders: dict[int, Recorder] = {}
         self._ahead: dict[int, int] = {}
+        for rank in range(ranks):
+            clock = ahead[rank] if ahead else 0
+            self._add(rank, f"clock {clock}" if ahead else "same", clock)
 
-    def rank(self, rank: int, *, clock: str = "same", ahead: int = 0) -> None:
-        """Add a rank whose clock is `ahead` nanoseconds ahead of the clock of the test."""
+    def _add(self, rank: int, clock: str, ahead: int) -> None:
         self._patch.setattr(trace_file, "_clock", lambda host: clock)
         place = Topology(rank, self.ranks, rank, self.ranks, run_id="planted")
         recorder = self._recorders[rank] = Recorder(str(self.directory), 1 << 20, place)
@@ -126,6 +131,6 @@ class Planted:
         """End ranks (all by default) regularly; the others count as killed."""
         for rank, recorder in self._recorders.items():
             if ranks is None or rank in ranks:
-                recorder.leave(None, now + self._ahead[rank])
+                recorder.close(None, now + self._ahead[rank])
             else:
                 recorder.abandon()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support import torch_programs as programs
 
-from syncprims._world.host import free_port
+from syncprims._system.host import free_port
 from syncprims.testing import run_world
 
 #: Of torch and of libraries, about themselves.

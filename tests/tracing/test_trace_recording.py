@@ -18,9 +18,9 @@ from support.rank_worlds import Kind, Ranks, Scripts, await_end
 from support.traces import Entry, Warnings, entries, only_run
 
 import syncprims as sp
-from syncprims._protocol.trace_file import ROUND, SEGMENT
 from syncprims.testing import explore, run_world
 from syncprims.tracing.reading import find_runs, read_run
+from syncprims.tracing.trace_file import ROUND, SEGMENT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,9 +69,9 @@ def test_every_round_of_every_rank_is_written_down(world: Ranks, tmp_path: Path)
         assert trace.left is not None
         assert trace.left[1] == ""
         assert trace.world_size == world.ranks
-    sites = {call.site for call in run.names.calls if call.kind != "init"}
+    sites = {call.site for call in run.calls if call.kind != "init"}
     assert all(site.startswith("tests/tracing/test_trace_recording.py:") for site in sites)
-    assert run.names.groups == [tuple(range(world.ranks))]
+    assert run.groups == [tuple(range(world.ranks))]
     check_causality(run)
 
 
@@ -89,7 +89,7 @@ def test_a_deferred_round_was_not_waited_for_meanwhile(world: Ranks, tmp_path: P
         found = entries(run, trace.rank)
         assert [e.call for e in found].count("barrier 'work'") == 4
         assert [e.call for e in found].count("trigger 'stop'") == 4
-        triggers = [n for n, call in enumerate(run.names.calls) if call.kind == "trigger"]
+        triggers = [n for n, call in enumerate(run.calls) if call.kind == "trigger"]
         rounds = trace.rounds[np.isin(trace.rounds["call"], triggers)]
         settled = rounds[rounds["done"] > 0]
         if world.kind.backend != "threads":  # whose time stands still
@@ -106,11 +106,11 @@ def test_barriers_of_a_world_of_one_are_there_too(tmp_path: Path, meeting_place:
     Ranks(Kind("single", 1), meeting_place).run(program, SYNCPRIMS_TRACE=str(tmp_path / "t"))
     run = only_run(tmp_path / "t")
     found = run.ranks[0].rounds
-    barriers = [n for n, call in enumerate(run.names.calls) if call.kind == "barrier"]
+    barriers = [n for n, call in enumerate(run.calls) if call.kind == "barrier"]
     counts = [int((found["call"] == number).sum()) for number in barriers]
     assert sorted(counts) == [1, 1, 5]
     first = program.__code__.co_firstlineno
-    assert {run.names.calls[n].site for n in barriers} == {
+    assert {run.calls[n].site for n in barriers} == {
         f"tests/tracing/test_trace_recording.py:{first + line}" for line in (2, 3, 4)
     }
 
@@ -275,7 +275,7 @@ def test_the_file_stays_within_its_limit_and_keeps_the_latest(
     numbers = [e.number for e in entries(run, 0)]
     assert numbers == list(range(numbers[0], 40_002))  # without a gap
     assert len(numbers) > 2000
-    assert "syncprims: ranks [0] have recorded more rounds" in trace_command(tmp_path / "t").stderr
+    assert "syncprims: ranks [0] recorded more rounds than" in trace_command(tmp_path / "t").stderr
 
 
 def test_runs_in_one_directory_do_not_mix(tmp_path: Path, meeting_place: Path) -> None:
@@ -297,7 +297,7 @@ def test_runs_in_one_directory_do_not_mix(tmp_path: Path, meeting_place: Path) -
         for rank in range(2):
             assert [e.call for e in entries(run, rank)] == ["init", f"barrier '{call}'"]
     latest = trace_command(tmp_path / "t").stdout
-    assert f"Run {folders[2].name}, 2 ranks (the latest of several; --run shows" in latest
+    assert f"Run {folders[2].name}, 2 ranks (--run shows another one: {folders[0].name}, " in latest
     earlier = trace_command(tmp_path / "t", "--run", folders[0].name).stdout
     assert "'first'" in earlier
     assert "'third'" not in earlier
@@ -340,8 +340,7 @@ def test_without_a_trace_nothing_of_it_is_loaded() -> None:
     )
     loaded = set(done.stdout.split())
     assert "syncprims._protocol.rounds" in loaded
-    recorder = {f"syncprims._protocol.{name}" for name in ("trace_file", "traced_rounds")}
-    assert not (recorder | {"mmap"}) & loaded
+    assert not {"syncprims.tracing", "mmap"} & loaded
 
 
 def trace_command(*args: object) -> subprocess.CompletedProcess[str]:

@@ -28,10 +28,10 @@ import syncprims as sp
 from syncprims._world.launchers import make_rank_variables
 from syncprims.cli.console import Style
 from syncprims.cli.who import _text as command_text
-from syncprims.interface import BoardView, Label, Status, WaitView, WorldView
+from syncprims.interface import Label, Status, WaitView
 from syncprims.who import WorldReport, processes, who
 from syncprims.who.observation import Observation
-from syncprims.who.verdict import RankWait, judge
+from syncprims.who.verdict import BoardView, RankWait, WorldView, judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -278,27 +278,6 @@ def test_two_hosts_each_show_their_ranks_and_what_they_know_of_others(meeting_pl
     assert here.ranks[3].pid is None
     assert here.ranks[3].doing.startswith("on host ")
     assert call_of(here, 2).startswith("barrier 'end' (")
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("hang", HANGS)
-def test_at_64_ranks_the_same(hang: Callable[[], None], meeting_place: Path) -> None:
-    def program() -> None:
-        sp.barrier("start")
-        if sp.get_rank() == 37:
-            hang()
-        sp.barrier("epoch end")
-
-    def all_wait(report: WorldReport) -> bool:
-        return sum(one.state == "waiting" for one in report.ranks) == 63
-
-    patient = {"SYNCPRIMS_JOIN_TIMEOUT": "300"}
-    with running(Kind("file", 64), meeting_place, program, **patient):
-        seen = await_report(
-            meeting_place,
-            lambda r: all_wait(r) and names(r, 37) and HANGS[hang][1] in r.ranks[37].doing,
-        )
-    assert call_of(seen, 37).startswith("barrier 'start' (")
 
 
 # -- how a world is found -------------------------------------------------------------------------

@@ -53,7 +53,6 @@ class Place:
     """A board of `members`, as far as it matters here."""
 
     collected = 1
-    promised = 0
     name = ""
 
     def __init__(self, members: Sequence[int], posted: int) -> None:

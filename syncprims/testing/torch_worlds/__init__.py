@@ -21,8 +21,8 @@ import torch
 
 from syncprims import errors
 from syncprims._protocol.diagnosis import Snapshot
+from syncprims._system.host import free_port
 from syncprims._world.group import rounds_of
-from syncprims._world.host import free_port
 from syncprims._world.runtime import current
 from syncprims._world.world import World, wait_any
 from syncprims.c10d import serve_every_backend
@@ -32,7 +32,7 @@ from syncprims.c10d.torch_internals import (
     replaced_rendezvous,
     threads_as_processes,
 )
-from syncprims.interface import Board, BoardView, Label
+from syncprims.interface import Board, Label
 
 from .rank_globals import RankGlobals, make_fresh_process
 
@@ -209,7 +209,7 @@ def _absence(board: Board, rank: int, label: Label, waited: float) -> errors.Syn
     states = {status.state for member, status in seen.items() if member != rank}
     if states - {"finished"} and not states & {"lost", "failed"}:
         return None
-    return Snapshot(BoardView(board.members, seen, {}), rank, 1, waited, 0).absence()
+    return Snapshot(seen, rank, 1, waited, 0).absence()
 
 
 def _encode(value: str | bytes) -> bytes:

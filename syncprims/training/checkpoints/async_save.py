@@ -15,6 +15,7 @@ import contextlib
 import contextvars
 import threading
 import time
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,10 +23,9 @@ import torch
 from syncprims import CheckpointError, current
 from syncprims._world.runtime import announce_activity, get_active_group
 
-from . import filesystem
+from . import filesystem, integrity
 from .commit import removed_by_others
-from .coordination import UNCHANGED, Outcome, cleanup_on_error, combine, coordinate
-from .integrity import BLANK, SEAL, check_seal, dump, parse, put_seal
+from .coordination import attempt, cleanup_on_error, combine, coordinate, message_of
 from .safetensors_file import in_huge_pages
 
 if TYPE_CHECKING:
@@ -35,29 +35,26 @@ if TYPE_CHECKING:
 
 _KEY = "training.saving"  # of the save in progress, among the world's extras
 _WAIT = "Saving.wait"  # the call under whose name ranks wait for each other
-_LONGEST_REPORT = 64 << 20  # bytes
 _GRACE = 60.0  # seconds that a program that has ended waits for the other ranks
 
 
 def start_save(save: Save) -> Saving:
     """Copy what this rank writes, and return while a thread writes it."""
-    index, extras = save.team.number, current().extras
+    extras = current().extras
 
     def copy() -> list[FilePlan]:
         if save.team.leads:
             filesystem.write_small(save.report_path(0), b"")
-        return [
-            f._replace(tensors=_copy_to_host(f.tensors) if f.writer == index else {})
-            for f in save.files
-        ]
+        own = save.each_own_file(lambda _, tensors: _copy_to_host(tensors))
+        return [file._replace(tensors=own.get(file.name, {})) for file in save.files]
 
     def clean_up() -> None:
         if save.team.leads and not is_saving(extras):
             save.abandon()
 
     with cleanup_on_error(save.doing, clean_up):
-        copied = coordinate(save.doing, copy, lambda _: None, advice=UNCHANGED).own
-        saving = extras[_KEY] = _AsyncSaving(save._replace(files=copied))
+        copied, _ = coordinate(save.doing, copy, lambda _: None)
+        saving = extras[_KEY] = _BackgroundSaving(save._replace(files=copied))
         saving.start()
     return saving
 
@@ -75,7 +72,7 @@ def finish_earlier() -> None:
 def is_saving(extras: Mapping[str, Any]) -> bool:
     """Return whether a world has a save that a thread has begun and no call has waited for."""
     saving = extras.get(_KEY)
-    return isinstance(saving, _AsyncSaving) and saving.begun
+    return isinstance(saving, _BackgroundSaving) and saving.begun
 
 
 class Saving:
@@ -99,17 +96,15 @@ class Saving:
         """
 
 
-class _AsyncSaving(Saving):
+class _BackgroundSaving(Saving):
     """A save that a thread of each rank writes."""
 
     def __init__(self, save: Save) -> None:
         super().__init__(save.place.path)
         self._save = save
         self._group = get_active_group()  # wait() uses it, wherever it is called
-        self._written: Outcome[Any] | None = None
-        self._committed: Outcome[Any] | None = None
-        self._has_written = threading.Event()
-        self._has_ended = threading.Event()
+        self._written: Future[Any] = Future()
+        self._committed: Future[None] = Future()
         self._cancelled = threading.Event()
         self._abandoned = False
         self.begun = False  #: then only the thread removes what it has not finished
@@ -135,19 +130,15 @@ class _AsyncSaving(Saving):
 
         :raises CheckpointError: on all ranks, if a rank's part has failed; once.
         """
-        extras = current().extras
+        extras, doing = current().extras, self._save.doing
         if extras.get(_KEY) is not self:
             return  # an earlier call has waited
         del extras[_KEY]
-        doing, leads = self._save.doing, self._save.team.leads
-        self._has_written.wait()
+        wait([self._written])
         with self._group, cleanup_on_error(doing, self._cancel):
-            coordinate(doing, lambda: _unwrap(self._written), call=_WAIT, advice=UNCHANGED)
+            coordinate(doing, self._written.result, call=_WAIT)
             self._join()
-            coordinate(
-                doing, lambda: _unwrap(self._committed) if leads else None, call=_WAIT,
-                advice=UNCHANGED,
-            )  # fmt: skip
+            coordinate(doing, self._committed.result, call=_WAIT)
 
     def _cancel(self) -> None:
         self._cancelled.set()
@@ -159,7 +150,7 @@ class _AsyncSaving(Saving):
         """Return when the thread has done everything it has to."""
         # If `join` raises, as a signal handler may, Python up to 3.12 forgets the running thread,
         # and does not wait for it at exit.
-        self._has_ended.wait()
+        wait([self._committed])
         self._thread.join()
 
     # -- in the thread ----------------------------------------------------------------------------
@@ -167,45 +158,36 @@ class _AsyncSaving(Saving):
     def _run(self) -> None:
         save = self._save
         announce_activity(self, f"{save.doing} in the background")
-        try:
-            self._written = written = Outcome.of(self._write, lambda result: result)
-            self._has_written.set()
-            if save.team.leads:
-                self._committed = Outcome.of(lambda: self._commit(written), lambda _: None)
-            error = (self._committed or written).error
-            if error is not None:  # the program may end without calling wait()
-                filesystem.LOG.error("%s, in the background, has failed: %s", save.doing, error)
-        finally:
-            announce_activity(self, None)
-            self._has_written.set()
-            self._has_ended.set()
+        outcome = attempt(save.write)
+        attempt(lambda: self._end_writing(outcome), self._written)
+        attempt(lambda: self._commit(outcome), self._committed)
+        error = self._committed.exception() or self._written.exception()
+        if error is not None:  # the program may end without calling wait()
+            filesystem.LOG.error("%s, in the background, has failed: %s", save.doing, error)
+        announce_activity(self, None)
 
-    def _write(self) -> Any:
+    def _end_writing(self, outcome: Future[Any]) -> Any:
         save = self._save
-        written = Outcome.of(save.write, lambda result: result)
-        if written.error is not None:
+        if outcome.exception() is not None:
             save.remove_own_files()
         if not save.team.leads:
-            if written.error is not None and not _is_awaited(save):
+            if outcome.exception() is not None and not _is_awaited(save):
                 return None  # the leading rank has failed, and removed what this one wrote to
-            _report(save, written.message)
-        return written.unwrap()
+            _report(save, message_of(outcome))
+        return outcome.result()
 
-    def _commit(self, written: Outcome[Any]) -> None:
+    def _commit(self, outcome: Future[Any]) -> None:
         save = self._save
+        if not save.team.leads:
+            return
         try:
-            reports = _collect_reports(save, written.message, self._cancelled)
-            by_rank = combine(save.doing, written, reports).by_rank
+            reports = _collect_reports(save, message_of(outcome), self._cancelled)
+            written = combine(save.doing, reports, outcome.exception())
         except BaseException:
             self._abandoned = True
             save.abandon()
             raise
-        save.commit(by_rank)
-
-
-def _unwrap(outcome: Outcome[Any] | None) -> Any:
-    assert outcome is not None, "the thread has ended"
-    return outcome.unwrap()
+        save.commit(written)
 
 
 def _is_awaited(save: Save) -> bool:
@@ -220,7 +202,7 @@ def _report(save: Save, message: dict[str, Any]) -> None:
     """
     part, report = (save.report_path(save.team.number, suffix) for suffix in ("-part", ""))
     try:
-        filesystem.write_small(part, put_seal(dump({SEAL: BLANK, **message})))
+        filesystem.write_small(part, integrity.dump_sealed(message))
         filesystem.rename(part, report)
     except Exception:
         filesystem.remove_or_log(part)
@@ -248,10 +230,7 @@ def _collect_reports(
         for index in range(len(ranks)):
             path = save.report_path(index)
             if index not in reports and filesystem.exists(path):
-                data = filesystem.read_small(path, _LONGEST_REPORT)
-                report = parse(path, data)
-                check_seal(path, data)
-                reports[index] = report
+                reports[index] = integrity.load_sealed(path)
         if len(reports) == len(ranks):
             break
         if cancelled.wait(pause):
@@ -272,14 +251,10 @@ def _collect_reports(
 def _copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return copies in host memory: pinned, if they come from a GPU."""
     copies: dict[str, torch.Tensor] = {}
-    devices: set[torch.device] = set()
     for name, tensor in tensors.items():
         pin = tensor.is_cuda
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin)
-        copies[name] = copy if pin else in_huge_pages(copy)
-        copy.copy_(tensor, non_blocking=pin)
-        if pin:
-            devices.add(tensor.device)
-    for device in devices:
+        copies[name] = (copy if pin else in_huge_pages(copy)).copy_(tensor, non_blocking=pin)
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.synchronize(device)
     return copies

@@ -15,17 +15,18 @@ import errno
 import os
 import re
 import secrets
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from syncprims import CheckpointError
 
 from . import filesystem
-from .coordination import UNCHANGED, check_equal, cleanup_on_error, coordinate
+from .coordination import check_equal, cleanup_on_error, coordinate
+from .integrity import digest, dump
 from .safetensors_file import byte_size, content_digest
 from .stateful import full_tensor, is_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     import torch
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     Tensors = dict[str, torch.Tensor]
     Digests = dict[str, str]  # of files, by name
+
+T = TypeVar("T")
 
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}")
 
@@ -72,7 +75,7 @@ class Place(NamedTuple):
         token = new_token()
         if filesystem.exists(path):
             if not filesystem.is_directory(path):
-                what = "there is something else in place of a directory"
+                what = "this exists, and is not a directory"
                 raise OSError(errno.ENOTDIR, what, path)
             # Empty or not, it stays: it may be a mount, or have access rights of its own.
             return cls(path, path, filesystem.names(path), token)
@@ -104,7 +107,7 @@ def split_by_size(tensors: Tensors, most: int) -> list[Tensors]:
     return groups
 
 
-def group_names(name: str, count: int) -> list[str]:
+def _group_names(name: str, count: int) -> list[str]:
     """Return the names of the files of so many groups: `name` itself, or with numbers."""
     if count == 1:
         return [name]
@@ -112,44 +115,17 @@ def group_names(name: str, count: int) -> list[str]:
     return [f"{stem}-{number + 1:05d}-of-{count:05d}.{ending}" for number in range(count)]
 
 
-def unused(names: Sequence[str], taken: Iterable[str]) -> list[str]:
-    """Return the names with the lowest version of which none is taken: ``model.v2.safetensors``."""
-    version, used, free = 1, set(taken), list(names)
-    while used.intersection(free):
-        version += 1
-        parts = (name.rpartition(".") for name in names)
-        free = [f"{stem}.v{version}{dot}{ending}" for stem, dot, ending in parts]
-    return free
+def with_unused_names(files: list[FilePlan], place: Place) -> list[FilePlan]:
+    """Return the files under the lowest version of their names of which none is taken.
 
-
-def describe(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
-    """Return, as JSON, what replicas of the tensors have in common."""
-    return [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
-
-
-def group_digests(groups: Sequence[Tensors]) -> list[str]:
-    """Return a digest of each group's content. DTensors do not count: no rank has another one."""
-    return [content_digest(t for t in group.values() if not is_dtensor(t)) for group in groups]
-
-
-def assign_writers(
-    names: Sequence[str], groups: Sequence[Tensors], digests: Sequence[Sequence[str]]
-) -> list[FilePlan]:
-    """Return the file of each group, and which rank writes it.
-
-    `digests` are those of each rank's groups. A rank may write what equals main's, bit for bit. So
-    what differs between ranks, as the running statistics of a batch norm, is always main's. The
-    largest groups are assigned first, each to the rank with the least to do.
+    The second version of ``model.safetensors`` is ``model.v2.safetensors``.
     """
-    sizes = [byte_size(group.values()) for group in groups]
-    load = [0] * len(digests)
-    writers = [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        able = [rank for rank, own in enumerate(digests) if own[number] == digests[0][number]]
-        writer = min(able, key=lambda rank: (load[rank], rank))
-        writers[number] = writer
-        load[writer] += sizes[number]
-    return [FilePlan(*file) for file in zip(names, writers, groups, strict=True)]
+    version, names = 1, [file.name for file in files]
+    while not set(names).isdisjoint(place.taken):
+        version += 1
+        parts = [file.name.rpartition(".") for file in files]
+        names = [f"{stem}.v{version}{dot}{ending}" for stem, dot, ending in parts]
+    return [file._replace(name=name) for file, name in zip(files, names, strict=True)]
 
 
 # -- the save -------------------------------------------------------------------------------------
@@ -182,7 +158,7 @@ class Save(NamedTuple):
         :raises CheckpointError: the same on all ranks, if one of them fails.
         """
         try:
-            written = coordinate(self.doing, self.write, advice=UNCHANGED).by_rank
+            _, written = coordinate(self.doing, self.write)
         except BaseException:
             self.clean_up()
             raise
@@ -191,26 +167,36 @@ class Save(NamedTuple):
             if self.team.leads:
                 self.commit(written)
 
-        coordinate(self.doing, commit_if_leading, advice=UNCHANGED)
+        coordinate(self.doing, commit_if_leading)
 
     def write(self) -> Digests:
-        """Write this rank's files; return their digests.
+        """Write this rank's files; return their digests. Collective: :meth:`each_own_file`."""
+        folder = self.place.folder
+        return self.each_own_file(lambda n, tensors: self.write_file(f"{folder}/{n}", tensors))
+
+    def each_own_file(self, work: Callable[[str, Tensors], T]) -> dict[str, T]:
+        """Return ``work(name, tensors)`` for each file of this rank, with its DTensors gathered.
 
         Collective if there are DTensors in a file: every rank takes part in gathering them, also
         after an error of its own.
         """
-        written: Digests = {}
+        results: dict[str, T] = {}
         failure: Exception | None = None
         for name, writer, tensors in self.files:
-            gathered = {key: full_tensor(tensor) for key, tensor in tensors.items()}
-            if writer == self.team.number and failure is None:
-                try:
-                    written[name] = self.write_file(f"{self.place.folder}/{name}", gathered)
-                except Exception as error:
-                    failure = error
+            writes = writer == self.team.number and failure is None
+            gathered: Tensors = {}
+            for key, tensor in tensors.items():
+                full = full_tensor(tensor)
+                if writes:  # what others write is not kept
+                    gathered[key] = full
+            try:
+                if writes:
+                    results[name] = work(name, gathered)
+            except Exception as error:
+                failure = error
         if failure is not None:
             raise failure
-        return written
+        return results
 
     def remove_own_files(self) -> None:
         """Remove this rank's files."""
@@ -278,16 +264,50 @@ class Save(NamedTuple):
             self.on_commit()
 
 
-class Plan(Protocol):
+class Plan(NamedTuple):
     """What this rank has to save."""
 
-    def summary(self) -> dict[str, Any]:
-        """Return what the other ranks need to know. "same" is equal for equal objects."""
-        ...
+    structure: Any  #: JSON that is equal for equal objects
+    groups: dict[str, list[Tensors]]  #: by the name that the file has if there is only one group
+    more: Any  #: what else the other ranks need to know
+    #: Return the save, from the files of the groups, what the others need to know, and the place.
+    complete: Callable[[list[FilePlan], list[Any], Place], Save]
 
-    def assign(self, summaries: list[dict[str, Any]], team: Team, place: Place) -> Save:
-        """Return the save, after all ranks have the summaries of all plans."""
-        ...
+    def summary(self, count: int) -> dict[str, Any]:
+        """Return what the other of so many ranks need to know."""
+        groups = [group for groups in self.groups.values() for group in groups]
+        described = [
+            [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in group.items()]
+            for group in groups
+        ]
+        # DTensors do not count: no rank has another one.
+        several = count > 1 and len(groups) > 1
+        plain = [[t for t in g.values() if not is_dtensor(t)] for g in groups if several]
+        return {
+            "same": digest(dump({"": [described, self.structure]})),
+            "digests": [content_digest(tensors) for tensors in plain],
+            "more": self.more,
+        }
+
+    def assign(self, summaries: list[dict[str, Any]], place: Place) -> Save:
+        """Return the save: which rank writes which file.
+
+        A rank may write what equals main's, bit for bit. So what differs between ranks, as the
+        running statistics of a batch norm, is always main's. The largest groups are assigned
+        first, each to the rank with the least to do.
+        """
+        groups = [group for groups in self.groups.values() for group in groups]
+        names = [n for name, some in self.groups.items() for n in _group_names(name, len(some))]
+        sizes = [byte_size(group.values()) for group in groups]
+        digests = [summary["digests"] for summary in summaries]
+        load = [0] * len(summaries)
+        writers = [0] * len(sizes)
+        for number in sorted(range(len(digests[0])), key=lambda number: -sizes[number]):
+            able = [rank for rank, own in enumerate(digests) if own[number] == digests[0][number]]
+            writers[number] = min(able, key=lambda rank: (load[rank], rank))
+            load[writers[number]] += sizes[number]
+        files = [FilePlan(*file) for file in zip(names, writers, groups, strict=True)]
+        return self.complete(files, [summary["more"] for summary in summaries], place)
 
 
 @contextlib.contextmanager
@@ -298,7 +318,7 @@ def planned(
 
     :raises CheckpointError: on all ranks, if one of them cannot plan it, or has other objects.
     """
-    plan, summaries = coordinate(doing, make_plan, lambda plan: plan.summary(), advice=UNCHANGED)
+    plan, summaries = coordinate(doing, make_plan, lambda plan: plan.summary(len(team.ranks)))
     check_equal(doing, team.ranks, [summary["same"] for summary in summaries], difference)
     places: list[Place] = []  # on the leading rank
 
@@ -307,8 +327,8 @@ def planned(
         return list(places[0]) if places else []
 
     with cleanup_on_error(doing, lambda: [place.remove() for place in places]):
-        by_rank = coordinate(doing, prepare, advice=UNCHANGED).by_rank
-        yield plan.assign(summaries, team, Place(*by_rank[0]))
+        _, prepared = coordinate(doing, prepare)
+        yield plan.assign(summaries, Place(*prepared[0]))
 
 
 def removed_by_others(doing: str, what: str) -> CheckpointError:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from syncprims import CheckpointError, Failure, SyncError, get_node_rank, get_rank
+from syncprims import CheckpointError, Failure, SyncError, get_rank
 from syncprims._world.group import gather_as
 from syncprims._world.runtime import get_active_group
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: What the error of a save says that failed before its commit.
-UNCHANGED = (
+_UNCHANGED = (
     "What was there before still stands, and nothing else is left. Fix the cause, and save again."
 )
 _SAME_OBJECTS = (
@@ -26,25 +27,18 @@ _SAME_OBJECTS = (
 )
 
 
-class Directory(NamedTuple):
-    """A directory: the name that was passed, and its absolute path."""
+def directory_path(directory: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a directory. A later chdir does not change it.
 
-    given: str
-    path: str  #: does not depend on a later chdir
-
-    @classmethod
-    def of(cls, directory: str | os.PathLike[str]) -> Directory:
-        """Return the directory of this name.
-
-        :raises TypeError: if it is neither a str nor a path.
-        :raises ValueError: if it is empty.
-        """
-        given = os.fspath(cast("Any", directory))
-        if not isinstance(given, str):
-            raise TypeError(f"directory={directory!r}: it takes a str or a path")
-        if not given:
-            raise ValueError("directory='': it takes a name; '.' is the working directory")
-        return cls(given, filesystem.absolute(given))
+    :raises TypeError: if `directory` is neither a str nor a path.
+    :raises ValueError: if it is empty.
+    """
+    path = os.fspath(cast("Any", directory))
+    if not isinstance(path, str):
+        raise TypeError(f"directory={directory!r}: it takes a str or a path")
+    if not path:
+        raise ValueError("directory='': it takes a name; '.' is the working directory")
+    return filesystem.absolute(path)
 
 
 class Team(NamedTuple):
@@ -54,25 +48,23 @@ class Team(NamedTuple):
     number: int  #: of this rank among them, from 0
 
     @classmethod
-    def meet(cls, doing: str, directory: Directory | None = None) -> Team:
+    def meet(cls, doing: str, path: str = "") -> Team:
         """Return the team, once all its ranks have called this.
 
         :raises CheckpointError: on all ranks, if they pass different directories.
         """
         call = _call_name(doing)
-        group = get_active_group()  # first: a running world may know more about its hosts
-        given, path = directory or ("", "")
-        gathered = gather_as(group, call, [get_rank(), get_node_rank(), given, path])
-        members = cast("list[tuple[int, int, str, str]]", gathered)
-        # Hosts may have different working directories and mounts: between them, one name is enough.
-        first, first_host, first_given, first_path = members[0]
-        for rank, host, given, path in members:
-            if path != first_path and (host == first_host or given != first_given):
+        gathered = gather_as(get_active_group(), call, [get_rank(), path])
+        members = cast("list[tuple[int, str]]", gathered)
+        first, first_path = members[0]
+        for rank, other_path in members:
+            if other_path != first_path:
                 raise CheckpointError(
-                    f"{call}: rank {rank} saves to {path}, and rank {first} to {first_path}. Every "
-                    f"rank passes the same directory: broadcast a name that comes from a clock or "
-                    f"a random number.",
-                    path=path, rank=rank,
+                    f"{call}: rank {rank} saves to {other_path}, and rank {first} to {first_path}. "
+                    f"Every rank passes the same directory: broadcast a name that comes from a "
+                    f"clock or a random number, and pass an absolute path where ranks have "
+                    f"different working directories.",
+                    path=other_path, rank=rank,
                 )  # fmt: skip
         ranks = [member[0] for member in members]
         return cls(ranks, ranks.index(get_rank()))
@@ -83,44 +75,27 @@ class Team(NamedTuple):
         return self.number == 0
 
 
-class Results(NamedTuple, Generic[T]):
-    """What a step returned on this rank, and its summary from each rank."""
+def attempt(part: Callable[[], T], done: Future[T] | None = None) -> Future[T]:
+    """Return what ``part()`` returns or raises, as a future that is done."""
+    done = Future() if done is None else done
+    try:
+        done.set_result(part())
+    except Exception as error:
+        done.set_exception(error)
+    return done
 
-    own: T
-    by_rank: list[Any]  #: in rank order
 
-
-class Outcome(NamedTuple, Generic[T]):
-    """The result of one rank's part, or its error."""
-
-    result: T | None
-    error: Exception | None  #: as it was raised here
-    message: dict[str, Any]  #: what the other ranks receive
-
-    @classmethod
-    def of(cls, part: Callable[[], T], summarize: Callable[[T], Any]) -> Outcome[T]:
-        """Return the outcome of ``part()``."""
-        rank = get_rank()
-        try:
-            result = part()
-            message = {"rank": rank, "failure": None, "summary": summarize(result)}
-            return cls(result, None, message)
-        except Exception as error:
-            path, number = getattr(error, "filename", None), getattr(error, "errno", None)
-            message = {
-                "rank": rank,
-                "failure": list(Failure.of(rank, error)),
-                "complete": isinstance(error, CheckpointError),  # its text needs no addition
-                "path": None if path is None else str(path),
-                "errno": number if isinstance(number, int) else None,
-            }
-            return cls(None, error, message)
-
-    def unwrap(self) -> T:
-        """Return the result, or raise the error."""
-        if self.error is not None:
-            raise self.error
-        return cast("T", self.result)
+def message_of(outcome: Future[Any]) -> dict[str, Any]:
+    """Return what the other ranks receive of this rank's part: what it returned, or the error."""
+    error = outcome.exception()
+    path, number = getattr(error, "filename", None), getattr(error, "errno", None)
+    return {
+        "rank": get_rank(),
+        "failure": None if error is None else list(Failure.of(get_rank(), error)),
+        "summary": None if error is not None else outcome.result(),
+        "path": None if path is None else str(path),
+        "errno": number if isinstance(number, int) else None,
+    }
 
 
 def coordinate(
@@ -129,43 +104,47 @@ def coordinate(
     summarize: Callable[[T], Any] = lambda result: result,
     *,
     call: str = "",
-    advice: str = "",
-) -> Results[T]:
-    """Run ``part()`` on every rank, and return its result and every rank's summary of it.
+) -> tuple[T, list[Any]]:
+    """Run ``part()`` on every rank; return its result, and the ranks' summaries in rank order.
 
     `part` does not communicate. There is no timeout. Ranks wait under the name `call`, by default
-    the first word of `doing`. `advice` is appended to an error that is not a CheckpointError.
+    the first word of `doing`.
 
     :raises CheckpointError: the same on all ranks, if `part` raised on any.
     """
-    own = Outcome.of(part, summarize)
-    messages = gather_as(get_active_group(), call or _call_name(doing), own.message)
-    return combine(doing, own, messages, advice)
+    results: list[T] = []
+
+    def both() -> Any:
+        results.append(part())
+        return summarize(results[0])
+
+    outcome = attempt(both)
+    messages = gather_as(get_active_group(), call or _call_name(doing), message_of(outcome))
+    summaries = combine(doing, messages, outcome.exception())
+    return results[0], summaries
 
 
 def combine(
-    doing: str, own: Outcome[T], messages: Sequence[dict[str, Any]], advice: str = ""
-) -> Results[T]:
-    """Return the results in the ranks' messages.
+    doing: str, messages: Sequence[dict[str, Any]], error: BaseException | None
+) -> list[Any]:
+    """Return the summaries in the ranks' messages. `error` is this rank's own.
 
     :raises CheckpointError: if one of them is a failure.
     """
     failed = [message for message in messages if message["failure"] is not None]
     if not failed:
-        return Results(cast("T", own.result), [message["summary"] for message in messages])
-    first = failed[0]
+        return [message["summary"] for message in messages]
     failures = {message["rank"]: Failure(*message["failure"]) for message in failed}
     rank, *others = failures
-    cause = failures[rank]
-    text = cause.message if first["complete"] else f"{cause.type}: {cause.message}"
-    text = f"{doing}: rank {rank}: {text}"
-    if others:
-        text += f" (ranks {others} failed, too)"
-    if advice and not first["complete"]:
-        text = f"{text.removesuffix('.')}. {advice}"
-    raise CheckpointError(
-        text, path=first["path"], errno=first["errno"], rank=rank, failures=failures
-    ) from own.error
+    cause, also = failures[rank], f" (ranks {others} failed, too)" if others else ""
+    if cause.type == "syncprims.CheckpointError":  # its text needs no addition
+        text = f"{doing}: rank {rank}: {cause.message}{also}"
+    else:
+        text = f"{doing}: rank {rank}: {cause.type}: {cause.message}{also}"
+        if doing.startswith("save"):
+            text = f"{text.removesuffix('.')}. {_UNCHANGED}"
+    path, number = failed[0]["path"], failed[0]["errno"]
+    raise CheckpointError(text, path=path, errno=number, rank=rank, failures=failures) from error
 
 
 def _call_name(doing: str) -> str:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-CHUNK = 4 << 20  #: bytes per write: what was just hashed is then still in the processor's cache
 LOG = logging.getLogger("syncprims")
+_LONGEST = 512 << 20  # bytes of a file that is read as a whole
 _WRITEBACK = 16 << 20  # bytes after which the kernel is asked to start writing to the disk
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not block
@@ -43,7 +43,7 @@ def _close(fd: int) -> None:
 
 
 class NewFile:
-    """A new file, open for writing. The umask decides its mode.
+    """A new file, open for writing. The umask decides its mode. `torch.save` can write to it.
 
     :raises OSError: if there is already something of that name.
     """
@@ -53,14 +53,28 @@ class NewFile:
         self._fd = os.open(path, _NEW, 0o666)
         self._size = 0
         self._started = 0  # bytes whose write-back was started
+        self.error: OSError | None = None  #: of a write: torch raises another one instead
 
-    def write(self, data: memoryview | bytes) -> None:
-        """Append all of `data`."""
-        left = memoryview(data)
-        with _naming(self.path):
-            while left:
-                done = os.write(self._fd, left)
-                left, self._size = left[done:], self._size + done
+    def write(self, data: memoryview | bytes) -> int:
+        """Append all of `data`, and return its size."""
+        left = memoryview(data).cast("B")
+        size = len(left)
+        try:
+            with _naming(self.path):
+                while left:
+                    done = os.write(self._fd, left)
+                    left = left[done:]
+        except OSError as error:
+            self.error = error
+            raise
+        self._size += size
+        self._start_writing_back()
+        return size
+
+    def flush(self) -> None:
+        """Do nothing: there is no buffer."""
+
+    def _start_writing_back(self) -> None:
         size = self._size - self._started
         if size >= _WRITEBACK and sys.platform == "linux":
             # The kernel then starts writing to the disk, and the final sync waits less. It is only
@@ -151,14 +165,14 @@ class ExistingFile:
         _close(fd)
 
 
-def read_small(path: str, most: int, *, follow: bool = False) -> bytes:
-    """Return the content of a regular file of at most `most` bytes.
+def read_small(path: str, *, follow: bool = False) -> bytes:
+    """Return the content of a regular file: one that lists others, or reports.
 
-    :raises OSError: as :class:`ExistingFile`, and if it is longer.
+    :raises OSError: as :class:`ExistingFile`, and if it is too long for such a file.
     """
     with contextlib.closing(ExistingFile(path, follow=follow)) as file:
-        if file.size > most:
-            what = f"the file has {file.size} bytes, and may have {most}"
+        if file.size > _LONGEST:
+            what = f"the file has {file.size} bytes, and may have {_LONGEST}"
             raise OSError(errno.EFBIG, what, path)
         return file.read(0, file.size)
 
@@ -180,6 +194,15 @@ def exists(path: str) -> bool:
     return True
 
 
+def identity(path: str) -> object:
+    """Return what is equal as long as a name is that of the same file; None if there is none."""
+    try:
+        found = os.stat(path)  # noqa: PTH116
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
 def absolute(path: str) -> str:
     """Return the absolute path of a name. A later chdir then does not matter.
 
@@ -196,7 +219,7 @@ def resolve_target(path: str) -> str:
     """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
-            what = "not a regular file, and would be replaced: to write into it, open it, pass that"
+            what = "only a regular file can be replaced: open this, and pass the open file"
             raise OSError(errno.EINVAL, what, path)
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISLNK(os.lstat(path).st_mode):
@@ -212,35 +235,28 @@ def is_directory(path: str) -> bool:
         return False
 
 
-def make_directory(path: str) -> list[str]:
-    """Make a directory and its missing parents, durably; return the ones made, parents first.
+def make_directory(path: str) -> None:
+    """Make a directory and its missing parents, durably.
 
-    :raises OSError: if something else has that name. Then none of them is left.
+    :raises OSError: if something else has that name.
     """
     if is_directory(path):
-        return []
+        return
     parent = os.path.dirname(path) or os.curdir  # noqa: PTH120
-    made = make_directory(parent) if parent != path else []
+    if parent != path:
+        make_directory(parent)
     try:
         try:
             os.mkdir(path)  # noqa: PTH102
-            made.append(path)
         except FileExistsError:
             if not is_directory(path):  # else another process just made it
-                what = "there is something else in place of a directory"
+                what = "this exists, and is not a directory"
                 raise OSError(errno.ENOTDIR, what, path) from None
         sync_directory(parent)
     except BaseException:
-        remove_empty_directories(made)
-        raise
-    return made
-
-
-def remove_empty_directories(made: list[str]) -> None:
-    """Remove the directories that :func:`make_directory` made, except those not empty now."""
-    for path in reversed(made):
         with contextlib.suppress(OSError):
             os.rmdir(path)  # noqa: PTH106
+        raise
 
 
 def sync_directory(path: str) -> None:
@@ -304,7 +320,7 @@ def remove_each_or_log(directory: str, is_unneeded: Callable[[str], bool]) -> No
     try:
         found = names(directory)
     except OSError as error:
-        LOG.warning("files that are no longer needed stay in %s: %s", directory, error)
+        LOG.warning("could not look for files to remove in %s: %s", directory, error)
         return
     for name in found:
         if is_unneeded(name):

@@ -10,21 +10,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
-from syncprims.errors import CheckpointError
+from syncprims import CheckpointError
+
+from . import filesystem
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
-    from .filesystem import ExistingFile
+T = TypeVar("T")
 
 SEAL = "syncprims.seal"  #: the field with the digest
 BLANK = "0" * 32  #: what is in it while the digest is computed
-CHUNK = 4 << 20  #: bytes that each digest in a chunked digest covers. Part of the format
+_TRIES = 5  # to read a checkpoint that another program replaces meanwhile
 _FIELD = f'"{SEAL}":"'.encode()
 
 
@@ -38,6 +39,27 @@ def refusal(path: str, what: str, expected: object, found: object) -> Checkpoint
         f"Load another checkpoint, or fetch this one again.",
         path=path,
     )
+
+
+def read_current(path: str, read: Callable[[], T], was_replaced: Callable[[], bool]) -> T:
+    """Return ``read()``, and call it again if another program has replaced what it was reading.
+
+    :raises CheckpointError: as ``read()``, or if this happens again and again.
+    """
+    for left in reversed(range(_TRIES)):
+        try:
+            return read()
+        except CheckpointError as error:
+            if not was_replaced():
+                raise
+            if not left:
+                raise CheckpointError(
+                    f"{path}: another program saves there, and has replaced the checkpoint each "
+                    f"time it was read. Load it when that program has ended, or let it save to "
+                    f"another directory.",
+                    path=path,
+                ) from error
+    raise AssertionError("the last try returns or raises")
 
 
 def _shorten(value: object) -> str:
@@ -86,40 +108,6 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-class ChunkedDigest:
-    """The digest of a file whose bytes come in pieces: XXH3-128 of the digests of its chunks.
-
-    A chunk is :data:`CHUNK` bytes; the last one may be shorter. So a reader can compute the
-    digests of the chunks in parallel.
-    """
-
-    def __init__(self) -> None:
-        self._total = xxhash.xxh3_128()
-        self._chunk = xxhash.xxh3_128()
-        self._left = CHUNK
-
-    def update(self, data: bytes | memoryview) -> None:
-        """Append some data."""
-        data = memoryview(data)
-        while data:
-            some, data = data[: self._left], data[self._left :]
-            self._chunk.update(some)
-            self._left -= len(some)
-            if not self._left:
-                self._end_chunk()
-
-    def _end_chunk(self) -> None:
-        self._total.update(self._chunk.digest())
-        self._chunk.reset()
-        self._left = CHUNK
-
-    def hexdigest(self) -> str:
-        """Return the digest. Nothing can be appended afterwards."""
-        if self._left < CHUNK:
-            self._end_chunk()
-        return self._total.hexdigest()
-
-
 # -- JSON with a digest ---------------------------------------------------------------------------
 
 
@@ -135,13 +123,29 @@ def put_seal(data: bytes, found: str = "") -> bytes:
     return data.replace(_FIELD + BLANK.encode(), _FIELD + (found or digest(data)).encode(), 1)
 
 
+def dump_sealed(document: dict[str, Any]) -> bytes:
+    """Return `document` as JSON with a digest."""
+    return put_seal(dump({SEAL: BLANK, **document}))
+
+
+def load_sealed(path: str) -> dict[str, Any]:
+    """Return what is in a file of :func:`dump_sealed`.
+
+    :raises CheckpointError: if it is not as it was written.
+    """
+    with reading(path):
+        data = filesystem.read_small(path)
+    document = parse(path, data)
+    check_seal(path, data)
+    return document
+
+
 def take_seal(data: bytes) -> tuple[bytes, str]:
     """Return JSON without the digest in its field, and the digest; "" if it has no such field."""
     begin, field, rest = data.partition(_FIELD)
-    if not field:
-        return data, ""
-    blank, end = BLANK.encode(), rest[len(BLANK) :]
-    return begin + field + blank + end, rest[: len(BLANK)].decode(errors="replace")
+    found, end = rest[: len(BLANK)], rest[len(BLANK) :]
+    blank = BLANK.encode() if field else b""
+    return begin + field + blank + end, found.decode(errors="replace")
 
 
 def has_seal(data: bytes, mark: str) -> bool:
@@ -173,27 +177,24 @@ def parse(path: str, data: bytes) -> dict[str, Any]:
     def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) != len(pairs):
-            (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-            raise refusal(path, "ambiguous", "each key once", f"{twice!r} twice")
+            raise ValueError("a key twice")
         return fields
 
     def no_constant(name: str) -> Any:
-        raise refusal(path, "not JSON", "a number", name)
+        raise ValueError(f"{name}, which is no number")
 
     try:
         document = json.loads(data, object_pairs_hook=unique_keys, parse_constant=no_constant)
-    except CheckpointError:
-        raise
     except (ValueError, RecursionError) as error:
-        raise refusal(path, "not JSON", "a JSON object", str(error)) from None
+        raise refusal(path, "not JSON", "a JSON object with each key once", str(error)) from None
     if not isinstance(document, dict):
         raise refusal(path, "not what was written", "a JSON object", f"a {type(document).__name__}")
     return document
 
 
-def digest_of(file: ExistingFile) -> str:
+def digest_of(file: filesystem.ExistingFile) -> str:
     """Return the digest of all bytes of a file."""
-    hashed, buffer = ChunkedDigest(), memoryview(bytearray(1 << 20))
+    hashed, buffer = xxhash.xxh3_128(), memoryview(bytearray(1 << 20))
     for start in range(0, file.size, len(buffer)):
         some = buffer[: file.size - start]
         file.read_into(some, start)

@@ -22,7 +22,7 @@ from syncprims import CheckpointError
 from syncprims.training.preparation import unwrap_model
 
 from . import filesystem, integrity
-from .integrity import check_file_name, reading, refusal
+from .integrity import check_file_name, read_current, reading, refusal
 from .safetensors_file import RESERVED, SafetensorsFile, StoredTensor, in_huge_pages
 from .save_model import FIRST_FILES, INDEX, SHARDS
 from .stateful import distribute, is_dtensor, portable_name
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: A tensor of a checkpoint: still in its file, or in memory, as those of torch's own files.
 Stored: TypeAlias = StoredTensor | torch.Tensor
-_LONGEST_INDEX = 512 << 20  # bytes
+_PLAIN = torch.Tensor, nn.Parameter  # and not classes derived from them
 _NOWHERE = ("disk", "meta", "auto", "balanced", "sequential")  # devices that hold no tensors
 
 
@@ -68,36 +68,75 @@ def load_checkpoint_in_model(
         raise TypeError(f"checkpoint={checkpoint!r}: it takes a str or a path")
     inner = unwrap_model(model)
     empty = all(t.is_meta for t in _tensors_of(inner).values())
-    # A part with its own loading may look at what it gets.
-    check = not empty or _has_custom_loading(inner)
+    custom = _has_custom_loading(inner)
     with contextlib.ExitStack() as files:
-        weights = _open_weights(path, files, follow=allow_links, check=check)
-        _load_weights(inner, weights, path, device_map, dtype, strict, empty)
-    hidden = (slot for slot in _slots(model) if slot.tensor.is_meta)
-    unset = [s.full for s in hidden if s.name in s.module._non_persistent_buffers_set]
+        # A part with its own loading may look at what it gets: then all is checked before.
+        weights = _open_current(path, files, follow=allow_links, check=custom or not empty)
+        state = _match(inner, weights, path, strict=strict, custom=custom)
+        with _back_to_meta_on_error(inner) if empty else contextlib.nullcontext():
+            _place(inner, state, device_map, dtype)
+            try:
+                if custom:
+                    own = _tensors_of(inner)
+                    read = {
+                        name: _read_for(stored, own.get(name)) for name, stored in state.items()
+                    }
+                else:
+                    read = _load_in_place(inner, state, weights, check=empty)
+                # Only torch can distinguish what a module renames or converts from what is missing.
+                inner.load_state_dict(read, strict=strict)
+            except (CheckpointError, RuntimeError) as error:
+                text = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
+                part = "The model has been loaded in part: do not go on with it."
+                raise CheckpointError(
+                    f"{text} {'The model is still on the meta device.' if empty else part}",
+                    path=path, errno=getattr(error, "errno", None),
+                ) from error  # fmt: skip
+    saved, buffers = inner.state_dict().keys(), inner.named_buffers(remove_duplicate=False)
+    unset = [name for name, buffer in buffers if buffer.is_meta and name not in saved]
     if unset:
         filesystem.LOG.warning(
-            "%s: %sthese are in no checkpoint, and still on the meta device: compute them again",
-            path, _listed("buffers without values", unset),
+            "%s: no checkpoint holds the buffers %s: they are on the meta device, compute them",
+            path, _listed(unset),
         )  # fmt: skip
 
 
 # -- the files ------------------------------------------------------------------------------------
 
 
-def _open_weights(
+def _open_current(
     path: str, files: contextlib.ExitStack, *, follow: bool, check: bool
 ) -> dict[str, Stored]:
     """Return the tensors of a weights file, index or directory, checked against their digests.
 
     The files stay open until `files` is closed. Without `check`, the data of safetensors files are
-    left to the caller: :meth:`SafetensorsFile.read`.
+    left to the caller: :meth:`SafetensorsFile.read`. If another program replaces the model while
+    it is opened, the new one is opened.
 
     :raises CheckpointError: if anything is not as it was written.
     """
-    with reading(path):
-        if filesystem.is_directory(path):
-            path = _first_file(path)
+
+    def find() -> tuple[str, object]:
+        with reading(path):
+            first = _first_file(path) if filesystem.is_directory(path) else path
+            return first, filesystem.identity(first)
+
+    found: tuple[str, object] = "", None
+
+    def open_all() -> dict[str, Stored]:
+        nonlocal found
+        found = find()
+        with contextlib.ExitStack() as opened:
+            weights = _open_weights(found[0], opened, follow, check)
+            files.push(opened.pop_all())
+        return weights
+
+    return read_current(path, open_all, lambda: find() != found)
+
+
+def _open_weights(
+    path: str, files: contextlib.ExitStack, follow: bool, check: bool
+) -> dict[str, Stored]:
     if not path.endswith(INDEX):
         return _open_file(path, "", files, follow, check)
     file_of, digests = _read_index(path, follow)
@@ -107,16 +146,16 @@ def _open_weights(
     if digests and digests.keys() != by_file.keys():
         raise refusal(path, "files", ", ".join(sorted(digests)), ", ".join(sorted(by_file)))
     tensors: dict[str, Stored] = {}
-    directory = os.path.dirname(path) or os.curdir  # noqa: PTH120
     for file, names in by_file.items():
-        stored = _open_file(f"{directory}/{file}", digests.get(file, ""), files, follow, check)
+        shard = f"{os.path.dirname(path) or os.curdir}/{file}"  # noqa: PTH120
+        stored = _open_file(shard, digests.get(file, ""), files, follow, check)
         lacking = [name for name in names if name not in stored]
         if lacking:
-            raise refusal(f"{directory}/{file}", "tensors", ", ".join(lacking), "none of these")
-        tensors |= {name: stored[name] for name in names}
+            raise refusal(shard, "tensors", ", ".join(lacking), "none of these")
         # What the index does not list is used only if it is tied to what it lists.
         listed = {id(stored[name]) for name in names}
-        tensors |= {n: t for n, t in stored.items() if n not in file_of and id(t) in listed}
+        tensors |= {n: t for n, t in stored.items() if file_of.get(n, file) == file}
+        tensors = {n: t for n, t in tensors.items() if n in file_of or id(t) in listed}
     return tensors
 
 
@@ -133,7 +172,7 @@ def _first_file(directory: str) -> str:
 def _read_index(path: str, follow: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the file of each tensor, and the files' digests, which only our own indexes have."""
     with reading(path):
-        data = filesystem.read_small(path, _LONGEST_INDEX, follow=follow)
+        data = filesystem.read_small(path, follow=follow)
     index = integrity.parse(path, data)
     file_of, metadata = index.get("weight_map"), index.get("metadata", {})
     if not isinstance(metadata, dict) or not isinstance(file_of, dict):
@@ -158,7 +197,7 @@ def _open_file(
         file.check_digest(digest)
     if check:
         file.read({}, check=True)
-    tensors: dict[str, Stored] = {name: StoredTensor(file, name) for name in file.entries}
+    tensors: dict[str, Stored] = {**file.tensors}
     for other, name in file.metadata.items():  # tied: the safetensors library notes it so, too
         if other not in RESERVED and other not in tensors and name in tensors:
             tensors[other] = tensors[name]
@@ -171,68 +210,23 @@ def _read_torch(path: str, digest: str, *, follow: bool) -> dict[str, torch.Tens
     :raises CheckpointError: if it cannot be read, needs code, or is not the file with that digest.
     """
     with reading(path), contextlib.closing(filesystem.ExistingFile(path, follow=follow)) as file:
-        zipped = file.read(0, min(4, file.size)) == b"PK\x03\x04"
         found = integrity.digest_of(file) if digest else ""
     if found != digest:
         raise refusal(path, "not what was written", f"the digest {digest}", found)
     try:
-        state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds of errors
         first = str(error).strip().split("\n", 1)[0]
         raise refusal(path, "not a weights file", "tensors, and no code", first) from error
-    if not isinstance(state, dict):
-        raise refusal(path, "not a weights file", "a dict of tensors", type(state).__name__)
-    for name, tensor in state.items():
+    for name, tensor in state.items() if isinstance(state, dict) else [(None, state)]:
         dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
         if not isinstance(name, str) or not dense or tensor.is_quantized:
             kind = getattr(tensor, "layout", type(tensor).__name__)
             raise refusal(path, f"entry {name!r}", "a dense tensor under a name", str(kind))
-    return state
+    return cast("dict[str, torch.Tensor]", state)
 
 
 # -- into the model -------------------------------------------------------------------------------
-
-
-def _load_weights(
-    model: nn.Module,
-    weights: Mapping[str, Stored],
-    path: str,
-    device_map: Any,
-    dtype: torch.dtype | str | None,
-    strict: bool,
-    empty: bool,
-) -> None:
-    own = _tensors_of(model)
-    state, missing, unexpected = _match(own, weights)
-    custom = _has_custom_loading(model)
-    differences = f"{_listed('missing', missing)}{_listed('not in the model', unexpected)}"
-    if differences and strict and not custom:
-        expected = f"the model's {len(own)} tensors"
-        raise refusal(path, "another model", expected, differences.strip("; "))
-    for name, stored in state.items():
-        if name in own and own[name].shape != stored.shape:
-            expected = f"{tuple(own[name].shape)}, the model's"
-            raise refusal(path, f"shape of {name!r}", expected, str(tuple(stored.shape)))
-    if differences:
-        filesystem.LOG.warning("%s: %s", path, differences)
-    with _back_to_meta_on_error(model) if empty else contextlib.nullcontext():
-        _place(model, state, device_map, dtype)
-        try:
-            if custom:
-                own = _tensors_of(model)
-                read = {name: _read_for(stored, own.get(name)) for name, stored in state.items()}
-            else:
-                known = {name: state[name] for name in own if name in state}
-                read = _load_in_place(model, known, weights, check=empty)
-            # Only torch can distinguish what a module renames or converts from what is missing.
-            model.load_state_dict(read, strict=strict)
-        except (CheckpointError, RuntimeError) as error:
-            text = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
-            part = "The model has been loaded in part: do not go on with it."
-            raise CheckpointError(
-                f"{text} {'The model is still on the meta device.' if empty else part}",
-                path=path, errno=getattr(error, "errno", None),
-            ) from error  # fmt: skip
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -242,9 +236,13 @@ def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _match(
-    own: dict[str, torch.Tensor], weights: Mapping[str, Stored]
-) -> tuple[dict[str, Stored], list[str], list[str]]:
-    """Return the weights under the model's names, the names that are missing, and those unused."""
+    model: nn.Module, weights: Mapping[str, Stored], path: str, *, strict: bool, custom: bool
+) -> dict[str, Stored]:
+    """Return the weights under the model's names.
+
+    :raises CheckpointError: if one has another shape, or with `strict` if the names differ.
+    """
+    own = _tensors_of(model)
     names = {portable_name(name): name for name in own}
     state = {names.get(name, name): tensor for name, tensor in weights.items()}
     unexpected = [name for name in state if name not in own]
@@ -253,7 +251,19 @@ def _match(
     state |= {
         name: loaded[id(t)] for name, t in own.items() if name not in state if id(t) in loaded
     }
-    return state, [name for name in own if name not in state], unexpected
+    differences = {
+        "missing": [name for name in own if name not in state], "not in the model": unexpected,
+    }  # fmt: skip
+    text = "; ".join(f"{what}: {_listed(some)}" for what, some in differences.items() if some)
+    if text and strict and not custom:
+        raise refusal(path, "another model", f"the model's {len(own)} tensors", text)
+    for name, stored in state.items():
+        if name in own and own[name].shape != stored.shape:
+            expected = f"{tuple(own[name].shape)}, the model's"
+            raise refusal(path, f"shape of {name!r}", expected, str(tuple(stored.shape)))
+    if text:
+        filesystem.LOG.warning("%s: %s", path, text)
+    return state
 
 
 def _has_custom_loading(model: nn.Module) -> bool:
@@ -272,7 +282,7 @@ def _has_custom_loading(model: nn.Module) -> bool:
 
 def _read_for(stored: Stored, target: Any) -> torch.Tensor:
     """Return a tensor of a checkpoint in memory, distributed over ranks as its target is."""
-    tensor = stored.tensor() if isinstance(stored, StoredTensor) else stored
+    tensor = stored.load() if isinstance(stored, StoredTensor) else stored
     return distribute(tensor, target) if is_dtensor(target) else tensor
 
 
@@ -288,12 +298,11 @@ def _load_in_place(
     :raises CheckpointError: if a file cannot be read.
     :raises RuntimeError: if the model cannot take a tensor.
     """
-    plain = torch.Tensor, nn.Parameter  # not classes derived from them
-    targets: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    targets |= dict(model.named_buffers(remove_duplicate=False))
-    own = {name: targets[name] for name in state if type(targets.get(name)) in plain}
-    in_files = (stored for stored in weights.values() if isinstance(stored, StoredTensor))
-    files: dict[SafetensorsFile, dict[str, torch.Tensor]] = {s.file: {} for s in in_files}
+    result = {name: tensor for name, tensor in _tensors_of(model).items() if name in state}
+    own = {name: tensor for name, tensor in result.items() if type(tensor) in _PLAIN}
+    files: dict[SafetensorsFile, dict[str, torch.Tensor]] = {
+        stored.file: {} for stored in weights.values() if isinstance(stored, StoredTensor)
+    }
     direct: set[str] = set()
     for name, target in own.items() if _have_separate_memory(state, own) else ():
         stored = state[name]
@@ -306,13 +315,12 @@ def _load_in_place(
         torch.autograd.graph.increment_version([own[name] for name in direct])
         for file, into in files.items():
             file.read(into, check=check)
-        result: dict[str, torch.Tensor] = {}
-        for name, stored in state.items():
+        for name, target in result.items():
             if name not in own:
-                result[name] = _read_for(stored, targets.get(name))
+                result[name] = _read_for(state[name], target)
             elif name not in direct:
-                own[name].copy_(_read_for(stored, None))
-    return {**result, **own}
+                target.copy_(_read_for(state[name], None))
+    return result
 
 
 def _is_alike(target: torch.Tensor, stored: StoredTensor) -> bool:
@@ -342,11 +350,7 @@ def _have_separate_memory(state: Mapping[str, Stored], targets: Mapping[str, tor
     return len(set(memory.values())) == len(memory)
 
 
-def _listed(what: str, names: list[str]) -> str:
-    return f"{what}: {_first_of(names)}; " if names else ""
-
-
-def _first_of(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -356,7 +360,6 @@ def _first_of(names: list[str]) -> str:
 class _Slot(NamedTuple):
     """Where a parameter or buffer is in a module."""
 
-    module: nn.Module
     table: dict[str, Any]  #: the module's own
     name: str
     tensor: torch.Tensor
@@ -368,7 +371,7 @@ def _slots(model: nn.Module) -> Generator[_Slot]:
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None:
-                    yield _Slot(module, table, name, tensor, f"{path}.{name}" if path else name)
+                    yield _Slot(table, name, tensor, f"{path}.{name}" if path else name)
 
 
 @contextlib.contextmanager
@@ -400,7 +403,7 @@ def _place(
     slots = [slot for slot in _slots(model) if slot.full in names]
     devices = {} if device_map is None else _devices(device_map, slots)
     moved: dict[int, torch.Tensor] = {}
-    for _, table, name, tensor, _ in slots:
+    for table, name, tensor, _ in slots:
         if id(tensor) not in moved:
             moved[id(tensor)] = _move(tensor, devices.get(id(tensor)), kind)
         table[name] = moved[id(tensor)]
@@ -428,7 +431,7 @@ def _devices(device_map: Any, slots: Sequence[_Slot]) -> dict[int, torch.device]
     lacking = [slot.full for slot in slots if id(slot.tensor) not in devices]
     if lacking:
         raise ValueError(
-            f"device_map gives no device for {_first_of(lacking)}: name the parts that hold them, "
+            f"device_map gives no device for {_listed(lacking)}: name the parts that hold them, "
             f"or all others by ''"
         )
     return devices

@@ -4,6 +4,9 @@ A file is eight bytes of header length, the header in JSON, and the tensors one 
 readers see an ordinary safetensors file. It is written straight from the tensors' memory, in one
 pass. Format: https://github.com/huggingface/safetensors (README, "Format").
 
+The digest is XXH3-128 of the digests of the file's pieces: the header, and the tensors in file
+order, cut where they cross a multiple of :data:`CHUNK`. So threads can check pieces in parallel.
+
 The safetensors library neither syncs nor computes a digest; it copies what is not contiguous or not
 on the CPU as a whole, and reads through a memory map, where a disk error ends the process. So the
 bytes are written and read here. Tests read and write the same files with the library.
@@ -13,12 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import math
 import mmap
 import os
 import struct
-import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,26 +29,15 @@ import xxhash
 
 from syncprims import get_local_world_size
 from syncprims._data.arrays import raw
-from syncprims._world.processes import load_libc
+from syncprims._system.processes import load_libc
 
 from . import filesystem
-from .integrity import (
-    BLANK,
-    CHUNK,
-    SEAL,
-    ChunkedDigest,
-    dump,
-    has_seal,
-    parse,
-    put_seal,
-    reading,
-    refusal,
-    take_seal,
-)
+from .integrity import BLANK, SEAL, dump, has_seal, parse, put_seal, reading, refusal, take_seal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
+CHUNK = 1 << 20  #: bytes of a piece: what was just read or hashed is still in the cache
 METADATA = "__metadata__"
 _VERSION = "syncprims.format"  # in the metadata, beside the digest
 #: Keys of the metadata that are not the second name of a tied tensor.
@@ -64,8 +55,7 @@ _CODES: dict[torch.dtype, str] = {
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _LENGTH = struct.Struct("<Q")  # of the header
 _ALIGNMENT = 64  # bytes: of the first tensor in the file
-_READ_SIZE = 1 << 20  # bytes that are read and then hashed: they fit the processor's cache
-_FEW_CHUNKS = 4  # up to which threads are not worth starting
+_FEW_PIECES = 16  # up to which threads are not worth starting
 _MOST_THREADS = 8  # more would only wait for memory
 _HUGE = 4 << 20  # bytes: less memory may contain no whole huge page
 
@@ -73,11 +63,18 @@ _HUGE = 4 << 20  # bytes: less memory may contain no whole huge page
 # -- tensors --------------------------------------------------------------------------------------
 
 
-def check_storable(name: str, tensor: torch.Tensor) -> None:
-    """Raise if the format cannot hold a tensor.
+def check_storable(name: Any, tensor: Any) -> None:
+    """Raise if the format cannot hold a value under a name.
 
     :raises TypeError: in that case.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"{name!r} is of type {type(tensor).__name__}: a weights file holds tensors only; "
+            f"save_state saves the rest, too"
+        )
+    if not isinstance(name, str) or name == METADATA:
+        raise TypeError(f"a tensor is called {name!r}: it takes a str, and not {METADATA!r}")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in _CODES:
         raise TypeError(
             f"tensor {name!r} is {tensor.dtype}, {tensor.layout}: safetensors holds dense tensors "
@@ -108,43 +105,41 @@ def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _pieces(tensor: torch.Tensor, offset: int = 0) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in order: views of its own memory where that is possible.
+def _cut(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the pieces of these bytes of a file: beginnings and ends.
 
-    `offset` is where the tensor begins in the file. Pieces end at multiples of the chunk size:
-    Linux can keep what begins there in large pages, and accepts it several times as fast.
+    Linux can keep what begins at a multiple of a power of two in large pages, and accepts it
+    several times as fast.
     """
-    tensor = tensor.detach()
-    size = byte_size([tensor])
-    if size == 0:
-        return
-    lazy = tensor.is_conj() or tensor.is_neg()
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy:
-        memory = _bytes_of(tensor)
-        start = 0
-        while start < size:
-            end = min(size, start + CHUNK - (offset + start) % CHUNK)
-            yield memory[start:end]
-            start = end
-    elif size <= CHUNK or tensor.ndim == 0:
-        yield _bytes_of(tensor.resolve_conj().resolve_neg().cpu().contiguous())
-    else:
-        rows = max(1, CHUNK * len(tensor) // size)
-        for some in torch.split(tensor, rows):
-            yield from _pieces(some[0] if len(some) == 1 else some)
+    while start < end:
+        stop = min(end, (start // CHUNK + 1) * CHUNK)
+        yield start, stop
+        start = stop
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU."""
-    # A view as bytes needs a stride of 1. The stride of a single number may be anything.
-    return raw(tensor.as_strided((tensor.numel(),), (1,)))
+def _pieces(tensor: torch.Tensor, offset: int = 0) -> Iterator[memoryview]:
+    """Yield the pieces of a tensor that begins at `offset` in its file.
+
+    They are views of its own memory, if it is contiguous there.
+    """
+    end = offset + byte_size([tensor])
+    if end > offset:
+        plain = _flat(tensor.detach().resolve_conj().resolve_neg().contiguous()).view(torch.uint8)
+        for start, stop in _cut(offset, end):
+            yield raw(plain[start - offset : stop - offset].cpu())
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor in one dimension, of stride 1."""
+    return tensor.as_strided((tensor.numel(),), (1,))  # the stride of a single number may be any
 
 
 def content_digest(tensors: Iterable[torch.Tensor]) -> str:
     """Return a digest of the tensors' bytes."""
     hashed = xxhash.xxh3_128()
-    for piece in itertools.chain.from_iterable(map(_pieces, tensors)):
-        hashed.update(piece)
+    for tensor in tensors:
+        for piece in _pieces(tensor):
+            hashed.update(piece)
     return hashed.hexdigest()
 
 
@@ -156,29 +151,26 @@ def write_safetensors(
 ) -> str:
     """Write these tensors to the new file `path`, sync it, and return its digest.
 
-    A tensor that is not contiguous, or not on the CPU, is copied piece by piece, so little memory
-    is needed.
+    A tensor that is not contiguous is copied. One on another device is copied piece by piece.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     begin = _make_beginning({name: tensors[name] for name in order}, metadata)
     with contextlib.closing(filesystem.NewFile(path)) as file:
-        hashed, size = ChunkedDigest(), len(begin)
-        hashed.update(begin)
+        total, size = xxhash.xxh3_128(xxhash.xxh3_128_digest(begin)), len(begin)
         file.write(begin)
         for name in order:
             for piece in _pieces(tensors[name], size):
-                hashed.update(piece)
+                total.update(xxhash.xxh3_128_digest(piece))
                 file.write(piece)
-                size += len(piece)
-        found = hashed.hexdigest()
-        file.write_at(put_seal(begin, found), 0)
+            size += byte_size([tensors[name]])
+        file.write_at(put_seal(begin, total.hexdigest()), 0)
         file.finish()
-    return found
+    return total.hexdigest()
 
 
 def _make_beginning(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
     """Return the length of the header and the header, still without the digest."""
-    own = {SEAL: BLANK, _VERSION: "2", "format": "pt"}
+    own = {SEAL: BLANK, _VERSION: "1", "format": "pt"}
     entries: dict[str, Any] = {METADATA: {**own, **metadata, **own}}
     offset = 0
     for name, tensor in tensors.items():
@@ -198,34 +190,24 @@ def _make_beginning(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, 
 # -- reading --------------------------------------------------------------------------------------
 
 
-def run_parallel(work: Callable[[int], object], count: int) -> None:
-    """Call ``work(number)`` for all numbers below `count`, on threads.
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint that is still in its file."""
 
-    There are as many threads as processors for each rank of this machine. After an error no more
-    work is begun; it is raised when the threads have ended.
-    """
-    threads = min((os.cpu_count() or 1) // max(1, get_local_world_size()), _MOST_THREADS)
-    if count <= _FEW_CHUNKS or threads < 2:
-        for number in range(count):
-            work(number)
-        return
-    with ThreadPoolExecutor(threads, thread_name_prefix="syncprims-load") as pool:
-        tasks = [pool.submit(work, number) for number in range(count)]
-        try:
-            for task in tasks:
-                task.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-class _Entry(NamedTuple):
-    """Where a tensor is in a file."""
-
+    file: SafetensorsFile
+    name: str  #: in the file
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int  #: in the file
     end: int
+
+    def load(self) -> torch.Tensor:
+        """Return it in memory of its own.
+
+        :raises CheckpointError: as :meth:`SafetensorsFile.read`.
+        """
+        tensor = in_huge_pages(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
+        self.file.read({self.name: tensor})
+        return tensor
 
 
 class SafetensorsFile:
@@ -247,7 +229,7 @@ class SafetensorsFile:
             if not all(isinstance(text, str) for text in texts):
                 raise refusal(path, "wrong header", "metadata of texts", repr(metadata))
             self.metadata: dict[str, str] = metadata
-            self.entries = self._parse_entries(fields, len(begin))
+            self.tensors = self._parse_entries(fields, len(begin))
             self._begin, self._digest = take_seal(begin)
             self._is_ours = has_seal(begin, _VERSION)
         except BaseException:
@@ -276,70 +258,42 @@ class SafetensorsFile:
             meanwhile.
         """
         check = check and self._is_ours
-        chunks = [
-            (number, pieces)
-            for number, pieces in enumerate(self._pieces_by_chunk(into))
-            if check or any(memory is not None for _, _, memory in pieces)
-        ]
-        digests = [b""] * len(chunks)
-        local = threading.local()
+        pieces: list[tuple[int, int, int, memoryview | None]] = []
+        for name, _, _, start, end in (stored[1:] for stored in self.tensors.values()):
+            memory = raw(_flat(into[name])) if name in into and end > start else None
+            for begin, stop in _cut(start, end) if check or memory is not None else ():
+                part = None if memory is None else memory[begin - start : stop - start]
+                pieces.append((len(pieces), begin, stop, part))
+        digests = [b""] * len(pieces)
+        threads = min((os.cpu_count() or 1) // max(1, get_local_world_size()), _MOST_THREADS)
+        threads = max(1, threads) if len(pieces) > _FEW_PIECES else 1
+        ends = [None] * threads
+        left = deque([*pieces, *ends])  # each thread takes the next piece, until it takes an end
 
-        def read_chunk(index: int) -> None:
-            number, pieces = chunks[index]
-            hashed = xxhash.xxh3_128(self._begin[number * CHUNK : (number + 1) * CHUNK])
-            if check and not hasattr(local, "buffer"):
-                local.buffer = memoryview(bytearray(_READ_SIZE))
-            for start, end, memory in pieces:
-                for at in range(start, end, _READ_SIZE) if check or memory is not None else ():
-                    buffer: memoryview = local.buffer if memory is None else memory[at - start :]
-                    some = buffer[: min(_READ_SIZE, end - at)]
-                    self._file.read_into(some, at)
+        def read_pieces() -> None:
+            buffer = memoryview(bytearray(CHUNK if check else 0))
+            try:
+                for number, start, stop, part in iter(left.popleft, None):
+                    data = buffer[: stop - start] if part is None else part
+                    self._file.read_into(data, start)
                     if check:
-                        hashed.update(some)
-            digests[index] = hashed.digest()
+                        digests[number] = xxhash.xxh3_128_digest(data)
+            except BaseException:
+                left.extendleft(ends)
+                raise
 
         with reading(self.path):
-            run_parallel(read_chunk, len(chunks))
+            if threads == 1:
+                read_pieces()
+            else:
+                with ThreadPoolExecutor(threads, thread_name_prefix="syncprims-load") as pool:
+                    for task in [pool.submit(read_pieces) for _ in ends]:
+                        task.result()
             self._file.check_unchanged()
         if check:
-            found = xxhash.xxh3_128_hexdigest(b"".join(digests))
-            if found != self._digest:
+            total = b"".join([xxhash.xxh3_128_digest(self._begin), *digests])
+            if (found := xxhash.xxh3_128_hexdigest(total)) != self._digest:
                 raise refusal(self.path, "damaged data", f"the digest {self._digest}", found)
-
-    def read_tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor in memory of its own.
-
-        :raises CheckpointError: as :meth:`read`.
-        """
-        dtype, shape, _, _ = self.entries[name]
-        tensor = in_huge_pages(torch.empty(shape, dtype=dtype, device="cpu"))
-        self.read({name: tensor})
-        return tensor
-
-    def _pieces_by_chunk(
-        self, into: Mapping[str, torch.Tensor]
-    ) -> list[list[tuple[int, int, memoryview | None]]]:
-        """Return the pieces of each chunk of the data: begin, end, and the memory of a tensor."""
-        chunks: list[list[tuple[int, int, memoryview | None]]] = [
-            [] for _ in range(-(-self._file.size // CHUNK))
-        ]
-        done = len(self._begin)
-
-        def add(end: int, memory: memoryview | None) -> None:
-            nonlocal done
-            begin = done
-            while done < end:
-                stop = min(end, (done // CHUNK + 1) * CHUNK)
-                part = None if memory is None else memory[done - begin : stop - begin]
-                chunks[done // CHUNK].append((done, stop, part))
-                done = stop
-
-        targets = ((self.entries[name], tensor) for name, tensor in into.items() if tensor.numel())
-        for entry, tensor in sorted(targets, key=lambda target: target[0].start):
-            add(entry.start, None)
-            add(entry.end, _bytes_of(tensor))
-        add(self._file.size, None)
-        return chunks
 
     def _read_beginning(self) -> bytes:
         size = self._file.size
@@ -353,9 +307,9 @@ class SafetensorsFile:
             raise refusal(self.path, what, f"at most {most} bytes of header", f"{length}")
         return begin + self._file.read(_LENGTH.size, length)
 
-    def _parse_entries(self, fields: dict[str, Any], begin: int) -> dict[str, _Entry]:
-        """Return where each tensor is. They cover the data exactly: no gap, no overlap."""
-        entries: dict[str, _Entry] = {}
+    def _parse_entries(self, fields: dict[str, Any], begin: int) -> dict[str, StoredTensor]:
+        """Return the tensors in file order. They cover the data exactly: no gap, no overlap."""
+        tensors: list[StoredTensor] = []
         for name, field in fields.items():
             try:
                 dtype, shape = _DTYPES[field["dtype"]], field["shape"]
@@ -369,30 +323,16 @@ class SafetensorsFile:
             except (KeyError, TypeError, ValueError):
                 expected = "a known dtype, a shape, and data_offsets of that size"
                 raise refusal(self.path, f"wrong entry {name!r}", expected, repr(field)) from None
-            entries[name] = _Entry(dtype, tuple(shape), begin + start, begin + end)
+            place = begin + start, begin + end
+            tensors.append(StoredTensor(self, name, dtype, tuple(shape), *place))
+        tensors.sort(key=lambda stored: (stored.start, stored.end))
         at = begin
-        for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
-            if entry.start != at:
-                what = f"position of {name!r}"
-                raise refusal(self.path, what, f"byte {at} of the file", f"byte {entry.start}")
-            at = entry.end
+        for stored in tensors:
+            if stored.start != at:
+                what = f"position of {stored.name!r}"
+                raise refusal(self.path, what, f"byte {at} of the file", f"byte {stored.start}")
+            at = stored.end
         if at != self._file.size:
             what = "wrong size, or cut off"
             raise refusal(self.path, what, f"{at} bytes", f"{self._file.size}")
-        return entries
-
-
-class StoredTensor:
-    """A tensor of a checkpoint that is still in its file."""
-
-    def __init__(self, file: SafetensorsFile, name: str) -> None:
-        self.file = file
-        self.name = name  #: in the file
-        self.dtype, self.shape, _, _ = file.entries[name]
-
-    def tensor(self) -> torch.Tensor:
-        """Return it in memory of its own.
-
-        :raises CheckpointError: if it cannot be read.
-        """
-        return self.file.read_tensor(self.name)
+        return {stored.name: stored for stored in tensors}

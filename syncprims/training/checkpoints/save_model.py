@@ -5,31 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from syncprims.training.preparation import unwrap_model
 
-from . import filesystem
-from .commit import (
-    Place,
-    Save,
-    assign_writers,
-    commit,
-    describe,
-    final_name,
-    group_digests,
-    group_names,
-    new_token,
-    planned,
-    split_by_size,
-    temporary,
-    unused,
-)
-from .coordination import UNCHANGED, Directory, Outcome, Team, combine
-from .integrity import BLANK, SEAL, ChunkedDigest, digest, dump, put_seal
-from .safetensors_file import METADATA, byte_size, check_storable, write_safetensors
+from . import commit, filesystem
+from .coordination import Team, attempt, combine, directory_path, message_of
+from .integrity import BLANK, SEAL, digest_of, dump, put_seal
+from .safetensors_file import byte_size, check_storable, write_safetensors
 from .stateful import portable_name, storage_key
 
 if TYPE_CHECKING:
@@ -37,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from .commit import Digests, Tensors
+    from .commit import Digests
 
 _SAFETENSORS = "model.safetensors"
 _TORCH = "pytorch_model.bin"
@@ -69,15 +54,15 @@ def save_model(
     :raises ValueError: if `max_shard_size` is not a size, or `directory` is empty.
     """
     most = _parse_size(max_shard_size)
-    where = Directory.of(directory)
-    doing = f"save_model to {where.path}"
-    team = Team.meet(doing, where)
+    path = directory_path(directory)
+    doing = f"save_model to {path}"
+    team = Team.meet(doing, path)
     first_file = _SAFETENSORS if safe_serialization else _TORCH
 
-    def plan() -> _ModelPlan:
-        return _ModelPlan.of(doing, model, most, first_file, team)
+    def plan() -> commit.Plan:
+        return _plan_model(doing, team, model, most, first_file)
 
-    with planned(doing, team, where.path, plan, "have different models") as save:
+    with commit.planned(doing, team, path, plan, "have different models") as save:
         save.run()
 
 
@@ -114,23 +99,14 @@ def _tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, st
     # Names that the model declares as copies come last, so that the other name is kept.
     for name in sorted(state, key=is_declared):
         tensor = state[name]
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"{name!r} in the model's state is a {type(tensor).__name__}: a weights file "
-                f"holds tensors only; save_state saves the rest, too"
-            )
         key = portable_name(name)
-        if key == METADATA:
-            raise TypeError(
-                f"a tensor of the model is called {METADATA!r}, as is a file's own part"
-            )
+        check_storable(key, tensor)
         same = storage_key(tensor)
         if same in seen:
             others[key] = seen[same]
             continue
         if same is not None:
             seen[same] = key
-        check_storable(key, tensor)
         kept[key] = tensor
     order = [portable_name(name) for name in state]
     return {name: kept[name] for name in order if name in kept}, others
@@ -141,54 +117,36 @@ def _is_model_file(name: str) -> bool:
     return name in FIRST_FILES or _SHARD.fullmatch(name) is not None
 
 
-class _ModelPlan(NamedTuple):
-    """What this rank has to save of a model."""
+def _plan_model(
+    doing: str, team: Team, model: nn.Module, most: int, first_file: str
+) -> commit.Plan:
+    tensors, ties = _tensors_of(model)
+    groups = commit.split_by_size(tensors, most)
 
-    doing: str
-    first_file: str  #: the model's file if there is only one
-    groups: list[Tensors]  #: one for each file
-    ties: dict[str, str]
-    digests: list[str]  #: of the groups, if several ranks may write them
+    def write_file(path: str, tensors: Mapping[str, torch.Tensor]) -> str:
+        names = {other: name for other, name in ties.items() if name in tensors}
+        write = write_safetensors if first_file == _SAFETENSORS else _write_torch
+        return write(path, tensors, names)
 
-    @classmethod
-    def of(cls, doing: str, model: nn.Module, most: int, first_file: str, team: Team) -> _ModelPlan:
-        tensors, ties = _tensors_of(model)
-        groups = split_by_size(tensors, most)
-        shared = len(groups) > 1 and len(team.ranks) > 1
-        digests = group_digests(groups) if shared else [""] * len(groups)
-        return cls(doing, first_file, groups, ties, digests)
-
-    def summary(self) -> dict[str, Any]:
-        """Return what the other ranks need to know."""
-        model = [[describe(group) for group in self.groups], self.ties]
-        return {"same": digest(dump({"model": model})), "digests": self.digests}
-
-    def assign(self, summaries: list[dict[str, Any]], team: Team, place: Place) -> Save:
-        """Return the save of the model."""
-        names = group_names(self.first_file, len(self.groups))
-        several = len(names) > 1
-        head = self.first_file + INDEX if several else self.first_file
+    def complete(files: list[commit.FilePlan], _: list[Any], place: commit.Place) -> commit.Save:
+        several = len(files) > 1
+        head = first_file + INDEX if several else first_file
         if several:
-            names = unused(names, place.taken)
+            files = commit.with_unused_names(files, place)
         elif not place.is_new:
-            names = [temporary(head, place.token)]
-        files = assign_writers(names, self.groups, [summary["digests"] for summary in summaries])
-
-        def write_file(path: str, tensors: Mapping[str, torch.Tensor]) -> str:
-            ties = {other: name for other, name in self.ties.items() if name in tensors}
-            write = write_safetensors if self.first_file == _SAFETENSORS else _write_torch
-            return write(path, tensors, ties)
+            files = [files[0]._replace(name=commit.temporary(head, place.token))]
 
         def list_files(digests: Digests) -> bytes:
-            size = sum(byte_size(group.values()) for group in self.groups)
-            metadata = {SEAL: BLANK, "total_size": size, SHARDS: digests}
+            metadata = {SEAL: BLANK, "total_size": byte_size(tensors.values()), SHARDS: digests}
             file_of = {name: file.name for file in files for name in file.tensors}
             return put_seal(dump({"metadata": metadata, "weight_map": file_of}))
 
-        return Save(
-            self.doing, team, place, files, write_file, FIRST_FILES, head,
-            list_files if several else None, _is_model_file,
-        )  # fmt: skip
+        index = list_files if several else None
+        return commit.Save(
+            doing, team, place, files, write_file, FIRST_FILES, head, index, _is_model_file
+        )
+
+    return commit.Plan(ties, {first_file: groups}, None, complete)
 
 
 # -- a single object ------------------------------------------------------------------------------
@@ -208,89 +166,52 @@ def save_object(obj: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
     if not isinstance(given, str):
         raise TypeError(f"f={path!r}: it takes a str, a path or an opened file")
     target = filesystem.absolute(given)
-    outcome = Outcome.of(lambda: _write_object(obj, target, safe), lambda _: None)
-    combine(f"save to {target}", outcome, [outcome.message], UNCHANGED)
+    outcome = attempt(lambda: _write_object(obj, target, safe))
+    combine(f"save to {target}", [message_of(outcome)], outcome.exception())
 
 
 def _write_object(obj: Any, target: str, safe: bool) -> None:
     target = filesystem.resolve_target(target)
     folder, name = os.path.split(target)
-    waiting = f"{folder}/{temporary(name, new_token())}"
+    waiting = f"{folder}/{commit.temporary(name, commit.new_token())}"
 
     def prepare() -> None:
-        if safe:
-            write_safetensors(waiting, _check_tensors(obj), {})
-        else:
+        if not safe:
             _write_torch_object(waiting, obj)
+            return
+        if not isinstance(obj, dict):
+            raise TypeError(f"a safetensors file holds a dict of tensors, and this is {type(obj)}")
+        for key, tensor in obj.items():
+            check_storable(key, tensor)
+        write_safetensors(waiting, obj, {})
 
-    commit(prepare, waiting, target, lambda: filesystem.remove_or_log(waiting))
+    commit.commit(prepare, waiting, target, lambda: filesystem.remove_or_log(waiting))
     # A killed save may have left some:
-    filesystem.remove_each_or_log(folder, lambda entry: final_name(entry) == name)
-
-
-def _check_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
-    """Return `obj` if a safetensors file can hold it.
-
-    :raises TypeError: if it cannot.
-    """
-    if not isinstance(obj, dict):
-        raise TypeError(f"safetensors files hold a dict of tensors, and this is {type(obj)}")
-    for name, tensor in obj.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"safetensors files hold tensors by name, and {name!r} is {type(tensor)}"
-            )
-        if name == METADATA:
-            raise TypeError(f"{name!r} is the name of a safetensors file's own part")
-        check_storable(name, tensor)
-    return obj
+    filesystem.remove_each_or_log(folder, lambda entry: commit.final_name(entry) == name)
 
 
 # -- torch's own files ----------------------------------------------------------------------------
 
 
-class _Stream:
-    """The stream that `torch.save` writes to: it hashes the data on their way to the file."""
-
-    def __init__(self, file: filesystem.NewFile) -> None:
-        self._file = file
-        self.hashed = ChunkedDigest()
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        with memoryview(data) as view:
-            raw = view.cast("B")
-            try:
-                self._file.write(raw)
-            except OSError as error:  # torch raises another error instead
-                self.error = error
-                raise
-            self.hashed.update(raw)
-            return len(raw)
-
-    def flush(self) -> None:
-        """Do nothing: there is no buffer."""
-
-
 def _write_torch(path: str, tensors: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> str:
-    """Write these tensors, tied ones under all their names, as :func:`_write_torch_object`."""
+    """Write these tensors, tied ones under all their names, and return the file's digest."""
     own: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         # Torch saves the whole storage: it must not be larger than the tensor.
         whole = tensor.untyped_storage().nbytes() == byte_size([tensor])
         own[name] = tensor.detach() if whole else tensor.detach().clone()
-    return _write_torch_object(path, own | {other: own[name] for other, name in ties.items()})
+    _write_torch_object(path, own | {other: own[name] for other, name in ties.items()})
+    with contextlib.closing(filesystem.ExistingFile(path)) as file:
+        return digest_of(file)
 
 
-def _write_torch_object(path: str, obj: Any) -> str:
-    """Write `obj` by `torch.save` to the new file `path`, sync it, and return its digest."""
+def _write_torch_object(path: str, obj: Any) -> None:
+    """Write `obj` by `torch.save` to the new file `path`, and sync it."""
     with contextlib.closing(filesystem.NewFile(path)) as file:
-        stream = _Stream(file)
         try:
-            torch.save(obj, stream)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+            torch.save(obj, file)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         except BaseException:
-            if stream.error is not None:
-                raise stream.error from None
+            if file.error is not None:
+                raise file.error from None
             raise
         file.finish()
-    return stream.hashed.hexdigest()

@@ -7,11 +7,9 @@ Types are kept exactly. A value that only code could make again is refused when 
 
 from __future__ import annotations
 
-import base64
 import re
-import struct
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, deque
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast, runtime_checkable
 
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
 KIND = "$"
 _DEEPEST = 150
-_FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)}
 _MAPPINGS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 
 
@@ -67,12 +64,12 @@ def check_objects(objects: Mapping[str, object], own: Mapping[str, object]) -> N
             )
         if not _NAME.fullmatch(name) or _RESERVED_NAME.fullmatch(name):
             raise ValueError(
-                f"{name!r} is no name for an object: letters, digits, '_', '.' and '-', at most "
-                f"100, and not 'rank-' with a number"
+                f"{name!r} cannot name an object: a name has letters, digits, '_', '.' and '-', at "
+                f"most 100, begins with a letter or digit, and is not 'rank-' with a number"
             )
     both = sorted(objects.keys() & own.keys())
     if both:
-        raise ValueError(f"{both} are among the common objects and among the ranks' own")
+        raise ValueError(f"{both} are in objects and in rank_objects: pass each in one of them")
 
 
 def state_of(thing: Stateful) -> Any:
@@ -109,64 +106,43 @@ def check_fits(path: str, name: str, thing: Stateful, state: Any) -> None:
     if not isinstance(thing, nn.Module):
         return
     own: dict[str, Any] = state_of(thing)
-    if not isinstance(state, dict):
-        raise refusal(path, f"object {name!r}", "a model's state", type(state).__name__)
-    if own.keys() != state.keys():
-        lacking = sorted(own.keys() - state.keys())
-        extra = sorted(state.keys() - own.keys(), key=repr)  # of another object, or made up
-        raise CheckpointError(
-            f"{path}: object {name!r} is of another model: expected {lacking[:5]}, which it lacks, "
-            f"and found {extra[:5]}, which the model lacks. Load it into the model that was saved.",
-            path=path,
-        )
-    for key, value in own.items():
-        found = state[key]
-        if not isinstance(value, torch.Tensor):
-            continue
-        if value.is_meta:
+    saved: dict[Any, Any] = state if isinstance(state, dict) else {"state": state}
+    for key in {**own, **saved}:
+        value, expected, found = own.get(key), _shape(own, key), _shape(saved, key)
+        if isinstance(value, torch.Tensor) and value.is_meta:
             raise CheckpointError(
                 f"{path}: object {name!r}: the model's {key!r} is on the meta device: it has no "
                 f"place for values. Call model.to_empty(device=...) first, or load the weights of "
                 f"a saved model with load_checkpoint_in_model().",
                 path=path,
             )
-        if not isinstance(found, torch.Tensor) or found.shape != value.shape:
-            what = f"object {name!r}: {key!r}"
-            shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-            raise refusal(path, what, f"the model's shape {tuple(value.shape)}", str(shape))
+        if expected != found and (isinstance(value, torch.Tensor) or None in (expected, found)):
+            what = f"object {name!r} is of another model: {key!r}"
+            raise refusal(path, what, f"{expected or 'nothing'}, as in the model", found or "none")
+
+
+def _shape(values: Mapping[Any, Any], key: Any) -> str | None:
+    """Return the shape of one of these values, or its type if it is not a tensor."""
+    value = values.get(key)
+    if isinstance(value, torch.Tensor):
+        return str(tuple(value.shape))
+    return type(value).__name__ if key in values else None
 
 
 def dtensors_of(thing: Stateful) -> Mapping[str, Any]:
     """Return an object's DTensors by the names under which they are saved.
 
-    Of an optimizer: its parameters, by prefixes of the names, since it may have no state yet.
+    Of an optimizer: its parameters, by the beginnings of the names, since it may have no state yet.
     """
     if isinstance(thing, nn.Module):
         return {key: value for key, value in state_of(thing).items() if is_dtensor(value)}
     if isinstance(thing, torch.optim.Optimizer):
         params = [p for group in thing.param_groups for p in group["params"]]
-        return {f"state.{number}.": p for number, p in enumerate(params) if is_dtensor(p)}
+        return {f"state.{number}": p for number, p in enumerate(params) if is_dtensor(p)}
     return {}
 
 
 # -- a state as JSON and tensors ----------------------------------------------------------------
-
-
-def _to_text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _from_text(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
-
-
-def _to_bits(value: float) -> str:
-    return struct.pack("<d", value).hex()
-
-
-def _from_bits(bits: str) -> float:
-    (value,) = struct.unpack("<d", bytes.fromhex(bits))
-    return float(value)
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -179,10 +155,10 @@ def _torch_dtype(name: str) -> torch.dtype:
 #: Of each other type: its kind, a simpler value that stands for it, and the way back.
 _SIMPLER: dict[type[Any], tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     int: ("int", hex, lambda text: int(text, 16)),
-    float: ("float", _to_bits, _from_bits),
+    float: ("float", float.hex, float.fromhex),
     complex: ("complex", lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
-    bytes: ("bytes", _to_text, _from_text),
-    bytearray: ("bytearray", _to_text, lambda text: bytearray(_from_text(text))),
+    bytes: ("bytes", bytes.hex, bytes.fromhex),
+    bytearray: ("bytearray", bytearray.hex, bytearray.fromhex),
     tuple: ("tuple", list, tuple),
     set: ("set", list, set),
     frozenset: ("frozenset", list, frozenset),
@@ -194,7 +170,7 @@ _SIMPLER: dict[type[Any], tuple[str, Callable[[Any], Any], Callable[[Any], Any]]
     type(Path()): ("path", str, Path),
     # As arrays, these would lose NULs at their ends.
     np.str_: ("str_", str.__str__, np.str_),
-    np.bytes_: ("bytes_", _to_text, lambda text: np.bytes_(_from_text(text))),
+    np.bytes_: ("bytes_", bytes.hex, lambda text: np.bytes_(bytes.fromhex(text))),
 }
 _FROM_SIMPLER = {kind: restore for kind, _, restore in _SIMPLER.values()}
 
@@ -215,8 +191,8 @@ def split_state(state: Any) -> State:
     return State(splitter.node(state, ()), splitter.tensors)
 
 
-def join_state(tree: Any, load_tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
-    """Return the state of a tree; ``load_tensor(node)`` returns the tensor of a tensor's node.
+def join_state(tree: Any, load_tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Return the state of a tree; ``load_tensor(name)`` returns a tensor by its name in the tree.
 
     :raises Exception: of any kind, if :func:`split_state` has not made the tree.
     """
@@ -232,31 +208,22 @@ def join_state(tree: Any, load_tensor: Callable[[dict[str, Any]], torch.Tensor])
     kind = node.get(KIND)
     if kind is None:
         return {key: join(item) for key, item in node.items()}
-    if kind in ("tensor", "sharded"):
-        tensor = load_tensor(node)
+    if kind == "tensor":
+        tensor = load_tensor(node["key"])
         learns = node.get("learns")  # of a parameter only
         return tensor if learns is None else torch.nn.Parameter(tensor, requires_grad=learns)
-    if kind == "default":
-        makes = node["makes"]
-        return defaultdict(None if makes is None else _FACTORIES[makes], _join_items(node, join))
     if kind in _MAPPINGS:
-        mapping = _MAPPINGS[kind](_join_items(node, join))
+        mapping = _MAPPINGS[kind]({join(key): join(item) for key, item in node["items"]})
         if "metadata" in node:
             mapping._metadata = join(node["metadata"])
         return mapping
-    if kind in ("array", "scalar"):
+    if kind == "array":
         dtype: np.dtype[Any] = np.dtype(node["dtype"])
         if dtype.hasobject:
             raise ValueError("an array of objects")
-        if kind == "scalar":
-            return np.frombuffer(_from_text(node["bytes"]), dtype)[0]
-        raw = load_tensor(node).numpy().tobytes()
-        return np.frombuffer(raw, dtype).reshape(node["shape"]).copy()
+        array = np.frombuffer(load_tensor(node["key"]).numpy().tobytes(), dtype)
+        return array[0] if node["shape"] is None else array.reshape(node["shape"]).copy()
     return _FROM_SIMPLER[kind](join(node["is"]))
-
-
-def _join_items(node: dict[str, Any], join: Callable[[Any], Any]) -> dict[Any, Any]:
-    return {join(key): join(item) for key, item in node["items"]}
 
 
 class _Splitter:
@@ -293,14 +260,10 @@ class _Splitter:
     def _mapping(self, kind: type[Any], value: dict[Any, Any], key_path: tuple[str, ...]) -> Any:
         if kind is dict and KIND not in value and all(type(key) is str for key in value):
             return {key: self.node(item, (*key_path, key)) for key, item in value.items()}
-        node: dict[str, Any] = {KIND: next((n for n, t in _MAPPINGS.items() if t is kind), None)}
-        if kind is defaultdict:
-            factory = cast("defaultdict[Any, Any]", value).default_factory
-            makes = getattr(factory, "__name__", None)
-            if factory is None or _FACTORIES.get(str(makes)) is factory:
-                node = {KIND: "default", "makes": makes}
-        if node[KIND] is None:
+        names = [name for name, known in _MAPPINGS.items() if known is kind]
+        if not names:
             raise self._cannot(value, key_path)
+        node: dict[str, Any] = {KIND: names[0]}
         # Of a module's state: the versions of its classes.
         versions = getattr(value, "_metadata", None)
         if versions is not None and kind is OrderedDict:
@@ -313,25 +276,20 @@ class _Splitter:
 
     def _tensor(self, value: torch.Tensor, key_path: tuple[str, ...]) -> dict[str, Any]:
         spelled = ".".join(key_path)
-        if is_dtensor(value):
-            check_placements(spelled, value)
-            check_storable(spelled, value.to_local())
-        elif type(value) in (torch.Tensor, torch.nn.Parameter):
-            check_storable(spelled, value)
-        else:
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
             raise self._cannot(value, key_path)
         same = storage_key(value)
         key = self._seen.get(same)
         if key is None:
             key = self._unused(spelled)
+            check_storable(key, value)
             self.tensors[key] = value.detach()
             if same is not None:
                 self._seen[same] = key
-        if is_dtensor(value):
-            return {KIND: "sharded", "key": key, "shape": list(value.shape)}
+        node: dict[str, Any] = {KIND: "tensor", "key": key}
         if type(value) is torch.nn.Parameter:
-            return {KIND: "tensor", "key": key, "learns": value.requires_grad}
-        return {KIND: "tensor", "key": key}
+            node["learns"] = value.requires_grad
+        return node
 
     def _unused(self, key: str) -> str:
         while key in self.tensors or key.startswith("__"):
@@ -343,12 +301,11 @@ class _Splitter:
         known = type(value) in (np.ndarray, kind.type) and kind.itemsize and not kind.hasobject
         if not known or np.dtype(kind.str) != kind:  # structures and foreign types become |V2
             raise self._cannot(value, key_path)
-        raw = np.ascontiguousarray(value).tobytes()
-        if isinstance(value, np.generic):
-            return {KIND: "scalar", "dtype": kind.str, "bytes": _to_text(raw)}
         key = self._unused(".".join(key_path))
-        self.tensors[key] = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
-        return {KIND: "array", "key": key, "dtype": kind.str, "shape": list(value.shape)}
+        raw = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8)
+        self.tensors[key] = torch.from_numpy(raw.copy())
+        shape = None if isinstance(value, np.generic) else list(value.shape)
+        return {KIND: "array", "key": key, "dtype": kind.str, "shape": shape}
 
     def _cannot(self, value: Any, key_path: tuple[str, ...]) -> TypeError:
         kind: type[Any] = type(value)
@@ -393,42 +350,22 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
-def check_placements(name: str, tensor: DTensor) -> None:
-    """Raise if the numbers of a tensor are not final.
+def distribute(full: torch.Tensor, target: DTensor) -> DTensor:
+    """Return a tensor distributed like `target`. Every rank has `full`: nothing is sent.
 
-    :raises TypeError: if a placement is `Partial`: each rank has only a summand.
+    :raises ValueError: if `target` is not summed up yet, so that each rank has a summand only.
     """
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise TypeError(
-            f"tensor {name!r} is a DTensor that is not summed up yet ({tensor.placements}): each "
-            f"rank has its summand only. Give what its redistribute() returns for other placements"
-        )
-
-
-def shard_region(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offset of this rank's shard in a tensor, and its shape."""
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tuple(offset), tuple(shape)
-
-
-def from_shard(local: torch.Tensor, target: DTensor) -> DTensor:
-    """Return a tensor distributed like `target`, of which `local` is this rank's shard."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local.to(target.to_local().device), target.device_mesh, target.placements,
-        run_check=False, shape=target.shape, stride=target.stride(),
-    )  # fmt: skip
-
-
-def distribute(full: torch.Tensor, target: DTensor) -> DTensor:
-    """Return a tensor distributed like `target`. Every rank has `full`: nothing is sent."""
-    offset, shape = shard_region(target)
-    local = full
-    for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
+    mesh, placements = target.device_mesh, target.placements
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"a tensor with the placements {placements} cannot be loaded")
+    local = full.to(target.dtype)
+    region = compute_local_shape_and_global_offset(target.shape, mesh, placements)
+    for dim, (length, begin) in enumerate(zip(*region, strict=True)):
         local = local.narrow(dim, begin if length else 0, length)
-    return from_shard(local.to(target.dtype), target)
+    local = local.contiguous().to(target.to_local().device)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=target.shape, stride=target.stride()
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 RankRecord: Any = import_module("syncprims.backends.file.early_ends").RankRecord
-ProcessIdentity: Any = import_module("syncprims.backends.file.processes").ProcessIdentity
+ProcessIdentity: Any = import_module("syncprims._system.identity").ProcessIdentity
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.rank_environment import environ_of_ranks
 
-from syncprims._world.host import free_port
+from syncprims._system.host import free_port
 
 _TOLD = """
 import json, sys

@@ -12,7 +12,7 @@ import pytest
 from support.rank_worlds import Kind, Ranks, Scripts, Signs
 
 import syncprims as sp
-from syncprims._world.host import free_port
+from syncprims._system.host import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -178,6 +179,33 @@ def test_a_cut_link_is_told_on_both_sides(tmp_path: Path) -> None:
             assert kind == f"PeerLost {lost}"
             assert f"host host{1 - rank // 2}" in text
             assert seconds < 20, "bounded by the heartbeat, and by nothing else"
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["before the first transfer", "after it"])
+def test_a_link_between_two_of_three_hosts_is_named(used: bool, tmp_path: Path) -> None:
+    with network(3, 1, tmp_path) as net:
+        net.run(
+            """
+            import torch
+            if os.environ["USED"]:
+                all_reduce(torch.ones(100_000))
+            barrier("begin")
+            report("waiting")
+            while not (folder / "cut").exists():
+                time.sleep(0.01)
+            outcome(lambda: all_reduce(torch.ones(100_000)))
+            """,
+            USED="yes" if used else "",
+            SYNCPRIMS_HEARTBEAT="2",
+        )
+        net.await_reports(*(f"waiting-{rank}" for rank in range(3)))
+        net.cut_between(*net.hosts[1:])
+        (tmp_path / "cut").touch()
+        await_ends(net, 0, 1, 2)
+        (verdict,) = {said(net, rank)[1:] for rank in range(3)}
+        kind, text = verdict
+        assert kind == "PeerLost None"
+        assert re.match("hosts host[12] and host[12] do not reach each other, in all_reduce", text)
 
 
 def test_a_late_rank_of_another_host_is_named(tmp_path: Path) -> None:

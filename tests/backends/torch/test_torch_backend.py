@@ -22,7 +22,7 @@ from support.rank_environment import environ_of_ranks
 from support.rank_worlds import Died, Kind, Ranks, Signs, fork, served_store
 
 import syncprims as sp
-from syncprims._world.host import free_port
+from syncprims._system.host import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from support.launches import await_condition
 from support.rank_environment import environ_of_ranks
 from support.rank_worlds import PATIENCE
 
-from syncprims._world.host import free_port
+from syncprims._system.host import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,9 +9,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import pytest
 import torch
-from support.file_faults import Net, watched
+from support.file_faults import SETUPS, Net, Setup, watched
 from support.observed import await_report, running
 from support.rank_worlds import Kind, Ranks, Signs
 
@@ -34,6 +35,15 @@ def listing(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
+def started(tmp_path: Path, over: bool) -> Path:
+    """Return where to save, over an older state or not."""
+    path = tmp_path / "run" / "state"
+    path.parent.mkdir()
+    if over:
+        run_world(lambda: save_state(path, {"model": Net(1)}, step=1), 1)
+    return path
+
+
 def is_write(name: str) -> bool:
     return name in ("write", "pwrite")
 
@@ -42,10 +52,7 @@ def is_write(name: str) -> bool:
 def test_a_rank_that_is_late_for_a_save_given_up_takes_its_part_back(
     over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
 ) -> None:
-    path = tmp_path / "run" / "state"
-    path.parent.mkdir()
-    if over:
-        run_world(lambda: save_state(path, {"model": Net(1)}, step=1), 1)
+    path = started(tmp_path, over)
     before = listing(path.parent)
 
     def program() -> None:
@@ -73,10 +80,7 @@ def test_a_rank_that_is_late_for_a_save_given_up_takes_its_part_back(
 def test_what_the_leading_rank_has_failed_with_is_told_where_another_is_late(
     over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
 ) -> None:
-    path = tmp_path / "run" / "state"
-    path.parent.mkdir()
-    if over:
-        run_world(lambda: save_state(path, {"model": Net(1)}, step=1), 1)
+    path = started(tmp_path, over)
     before = listing(path.parent)
 
     def program() -> tuple[int | None, int | None]:
@@ -90,7 +94,7 @@ def test_what_the_leading_rank_has_failed_with_is_told_where_another_is_late(
             own = {"own": Net(sp.get_rank())}
             saving = save_state(path, {"model": Net(2)}, rank_objects=own, block=False)
             if sp.is_main():
-                saving._has_ended.wait()  # type: ignore[attr-defined]
+                saving._committed.exception()  # type: ignore[attr-defined]
                 signs.give("given up")
             with pytest.raises(sp.CheckpointError, match="Input/output error") as caught:
                 saving.wait()
@@ -105,9 +109,7 @@ def test_a_save_whose_files_somebody_removes_is_an_error_and_no_hang(
     over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
 ) -> None:
     """Rank 0 listens for the word of rank 1, and never hears it."""
-    path = tmp_path / "run" / "state"
-    if over:
-        run_world(lambda: save_state(path, {"model": Net(1)}), 1)
+    path = started(tmp_path, over)
 
     def program() -> None:
         def slow(number: int, name: str, args: tuple[Any, ...]) -> None:
@@ -118,7 +120,7 @@ def test_a_save_whose_files_somebody_removes_is_an_error_and_no_hang(
         with watched(slow):
             saving = save_state(path, {"model": Net(2)}, rank_objects=own, block=False)
             if sp.get_rank() == 1:
-                saving._has_written.wait()  # type: ignore[attr-defined]
+                saving._written.exception()  # type: ignore[attr-defined]
                 for left in (tmp_path / "run").glob("**/.checkpoint.json.report-*"):
                     left.unlink()
                 signs.give("gone")
@@ -202,11 +204,14 @@ def test_a_step_may_be_any_number_and_keep_last_is_one(tmp_path: Path) -> None:
         steps, net = Checkpoints(tmp_path / "steps", keep_last=2), Net(0)
         for step in (3, 10**18, 10**40):
             steps.save(step, {"m": Net(step % 7)})
+        steps.save(np.int64(3), {"m": Net(3)})  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            steps.save(wrong, {"m": net})
         assert steps.load({"m": net}).step == 10**40
         assert net.version() == 10**40 % 7
         return steps.steps()
 
-    assert run_world(program, 1) == [[10**18, 10**40]]
+    assert run_world(program, 1) == [[3, 10**40]]
 
 
 def test_leftovers_go_with_their_steps_and_not_before(tmp_path: Path) -> None:
@@ -285,3 +290,56 @@ def test_a_reader_from_outside_sees_a_save_in_the_background(
         assert [[said for said, _ in one.beside] for one in seen.ranks] == [[what]] * 2
         go_on.touch()
         await_report(meeting_place, lambda r: not any(one.beside for one in r.ranks))
+
+
+# -- loads while another program saves to the same place ------------------------------------------
+
+
+def save_step(path: str, version: int) -> None:
+    Checkpoints(path, keep_last=1).save(version, {"m": Net(version)})
+
+
+def load_step(path: str) -> int:
+    net = Net(0)
+    Checkpoints(path).load({"m": net})
+    return net.version()
+
+
+READS = {way: SETUPS[f"{way}-1"] for way in ("shards", "to-shards", "state")}
+READS["steps"] = Setup("steps", 1, save_step, load_step)
+
+
+@pytest.mark.parametrize("way", READS)
+def test_a_load_during_saves_of_another_program_is_of_one_of_them_or_names_them(
+    way: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "it")
+    version = 0
+
+    def save() -> None:
+        nonlocal version
+        version += 1
+        READS[way].save(path, version)
+
+    def load(first: int, stride: int, most: int) -> int | str:
+        """Load, with a save before so many of its calls; return how old the result is."""
+        busy, left = False, most
+
+        def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+            nonlocal busy, left
+            if not busy and left and number % stride == first:
+                busy, left = True, left - 1
+                save()
+                busy = False
+
+        save()
+        with watched(at):
+            try:
+                return READS[way].load(path) - version
+            except sp.CheckpointError as error:
+                return str(error)
+
+    [once] = run_world(lambda: {load(first, 40, 1) for first in range(40)}, 1)
+    assert once <= {0, -1}
+    [always] = run_world(lambda: [load(first, 7, 10**6) for first in range(7)], 1)
+    assert all(isinstance(one, int) or "another program saves there" in one for one in always)

@@ -6,10 +6,12 @@ import random
 import resource
 import shutil
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.checkpoint_worlds import Kept
 from support.file_faults import watched
 from support.malformed_checkpoints import malform
 from support.rank_worlds import Kind, Ranks
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from support.checkpoint_worlds import Alone
+
 SOAK = 100_000
 SHORT = 5_000
 PART = 250
@@ -31,53 +35,27 @@ def tiny() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1, dtype=torch.float64))
 
 
-class Note:
-    """An object with a state of JSON only."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {"a": [1, 2.5, None], "b": {"c": (1, 2)}}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
 def objects() -> dict[str, Any]:
-    return {"model": tiny(), "note": Note()}
-
-
-def save_single(path: str) -> None:
-    save_model(tiny(), path)
-
-
-def save_shards(path: str) -> None:
-    save_model(tiny(), path, max_shard_size=30)
-
-
-def save_whole(path: str) -> None:
-    save_state(path, objects(), step=3, rng=False)
+    return {"model": tiny(), "note": Kept({"a": [1, 2.5, None], "b": {"c": (1, 2)}})}
 
 
 def load_weights(path: str) -> None:
     load_checkpoint_in_model(TARGET["model"], path)
 
 
-def load_whole(path: str) -> None:
-    load_state(path, TARGET, rng=False)
-
-
 TARGET = objects()
-WAYS: dict[str, tuple[Callable[[str], None], Callable[[str], None]]] = {
-    "single": (save_single, load_weights),
-    "shards": (save_shards, load_weights),
-    "state": (save_whole, load_whole),
+WAYS: dict[str, tuple[Callable[[str], object], Callable[[str], object]]] = {
+    "single": (lambda path: save_model(tiny(), path), load_weights),
+    "shards": (lambda path: save_model(tiny(), path, max_shard_size=30), load_weights),
+    "state": (
+        lambda path: save_state(path, objects(), step=3, rng=False),
+        lambda path: load_state(path, TARGET, rng=False),
+    ),
 }
 each_way = pytest.mark.parametrize("way", WAYS)
 
 
-def refused(load: Callable[[str], None], folder: Path, name: str) -> bool:
+def refused(load: Callable[[str], object], folder: Path, name: str) -> bool:
     """Return whether it is refused with an error that names the file."""
     try:
         load(str(folder))
@@ -119,26 +97,17 @@ def break_everywhere(
     return tried, passed
 
 
+@pytest.mark.parametrize(
+    "bit", [None, *(pytest.param(n, marks=pytest.mark.soak) for n in range(8))]
+)
 @each_way
 def test_flipped_bits_and_truncations_are_refused(
-    way: str, tmp_path: Path, meeting_place: Path
-) -> None:
-    ranks = Ranks(Kind("single", 1), meeting_place)
-    [(tried, passed)] = ranks.run(
-        lambda: break_everywhere(way, tmp_path / "it", slice(None, None, 3), None)
-    )
-    assert tried > 500
-    assert not passed
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("bit", range(8))
-@each_way
-def test_every_flipped_bit_and_every_truncation_is_refused(
-    way: str, bit: int, tmp_path: Path, meeting_place: Path
+    way: str, bit: int | None, tmp_path: Path, meeting_place: Path
 ) -> None:
     ranks = Ranks(Kind("single", 1), meeting_place, patience=600)
-    lengths, bits = slice(bit, None, 8), range(bit, bit + 1)  # an eighth of all
+    lengths, bits = slice(None, None, 3), None
+    if bit is not None:  # an eighth of all flips and lengths
+        lengths, bits = slice(bit, None, 8), range(bit, bit + 1)
     [(tried, passed)] = ranks.run(lambda: break_everywhere(way, tmp_path / "it", lengths, bits))
     assert tried > 500
     assert not passed
@@ -184,34 +153,19 @@ def try_malformed(way: str, count: int, folder: Path, seed: int) -> tuple[int, i
     return refused_, harmless
 
 
+@pytest.mark.parametrize("count", [SHORT, pytest.param(SOAK, marks=pytest.mark.soak)])
 @each_way
 def test_malformed_checkpoints_are_refused_and_do_no_harm(
-    way: str, tmp_path: Path, meeting_place: Path
+    way: str, count: int, tmp_path: Path, alone: Alone
 ) -> None:
-    seed = 20261121
-
-    def some() -> tuple[int, int]:
-        return try_malformed(way, SHORT // len(WAYS) + 1, tmp_path, seed)
-
-    [(bad, harmless)] = Ranks(Kind("single", 1), meeting_place).run(some)
-    assert bad > SHORT // len(WAYS) * 0.9
-    print(f"malformed: {way}: {bad} refused, {harmless} harmless, seed {seed}")
-
-
-@pytest.mark.soak
-@each_way
-def test_very_many_malformed_checkpoints(way: str, tmp_path: Path, meeting_place: Path) -> None:
-    seed = random.SystemRandom().randrange(1 << 32)
-    ranks = Ranks(Kind("single", 1), meeting_place)
+    """Each process tries a part of them, and must end within a minute."""
+    each = count // len(WAYS) + 1 if count == SHORT else PART
+    parts = 1 if count == SHORT else count // len(WAYS) // PART + 1
+    seed = 20261121 if count == SHORT else random.SystemRandom().randrange(1 << 32)
     bad = harmless = 0
-    for part in range(SOAK // len(WAYS) // PART + 1):  # one process must end within a minute
-
-        def some(part: int = part) -> tuple[int, int]:
-            folder = tmp_path / str(part)
-            folder.mkdir()
-            return try_malformed(way, PART, folder, seed + part)
-
-        [(refused_, fine)] = ranks.run(some)
+    for part in range(parts):
+        (tmp_path / str(part)).mkdir()
+        refused_, fine = alone(partial(try_malformed, way, each, tmp_path / str(part), seed + part))
         bad, harmless = bad + refused_, harmless + fine
-    assert bad > SOAK // len(WAYS) * 0.9
+    assert bad > parts * each * 0.9
     print(f"malformed: {way}: {bad} refused, {harmless} harmless, seed {seed}")

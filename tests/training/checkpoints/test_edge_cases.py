@@ -8,12 +8,12 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import several
+from safetensors import safe_open
 from support import warm_torch  # noqa: F401
-from support.checkpoint_worlds import Kept, on_some
+from support.checkpoint_worlds import Alone, Kept, on_some
 from support.file_faults import watched
 from support.rank_worlds import Kind, Ranks
 from torch import nn
@@ -27,15 +27,11 @@ from syncprims.training import (
     save_model,
     save_state,
 )
-from syncprims.training.checkpoints import async_save, manifest
+from syncprims.training.checkpoints import async_save
+from syncprims.training.checkpoints.states import read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def alone(meeting: Path, program: Any) -> Any:
-    """Return what a program gives in a world of one."""
-    return Ranks(Kind("single", 1), meeting).run(program)[0]
 
 
 class Large(nn.Module):
@@ -55,32 +51,30 @@ class Large(nn.Module):
         self.register_buffer("same", torch.tensor([2.5]).expand(1_500_000))
 
 
-def test_large_tensors_that_are_not_contiguous_come_back(
-    tmp_path: Path, meeting_place: Path
-) -> None:
+def test_large_tensors_that_are_not_contiguous_come_back(tmp_path: Path, alone: Alone) -> None:
     model, other = Large(1), Large(2)
     other.same, other.wide = torch.zeros(1_500_000), torch.zeros(2, 700_000)
-    alone(meeting_place, lambda: save_model(model, tmp_path / "m"))
+    alone(lambda: save_model(model, tmp_path / "m"))
     load_checkpoint_in_model(other, tmp_path / "m")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
 
 
-def test_a_model_without_tensors_is_a_model(tmp_path: Path, meeting_place: Path) -> None:
+def test_a_model_without_tensors_is_a_model(tmp_path: Path, alone: Alone) -> None:
     def program() -> list[str]:
         save_model(nn.ReLU(), tmp_path / "m")
         save_state(tmp_path / "s", {"model": nn.ReLU()}, rng=False)
         load_state(tmp_path / "s", {"model": nn.ReLU()}, rng=False)
         return sorted(path.name for path in (tmp_path / "s").iterdir())
 
-    assert alone(meeting_place, program) == ["checkpoint.json"]
+    assert alone(program) == ["checkpoint.json"]
     load_checkpoint_in_model(nn.ReLU(), tmp_path / "m")
     with pytest.raises(sp.CheckpointError, match="missing: weight"):
         load_checkpoint_in_model(nn.Linear(1, 1, bias=False), tmp_path / "m")
 
 
 def test_a_tensor_with_the_headers_own_name_is_refused_when_it_is_saved(
-    tmp_path: Path, meeting_place: Path
+    tmp_path: Path, alone: Alone
 ) -> None:
     model = nn.Module()
     model.register_buffer("__metadata__", torch.ones(2))
@@ -90,27 +84,32 @@ def test_a_tensor_with_the_headers_own_name_is_refused_when_it_is_saved(
             save_model(model, tmp_path / "m")
         return str(caught.value)
 
-    assert "still stands" in alone(meeting_place, program)
+    assert "still stands" in alone(program)
     assert not (tmp_path / "m").exists()
 
 
-def test_tied_tensors_may_have_any_name(tmp_path: Path, meeting_place: Path) -> None:
+def test_the_file_is_one_that_others_read_and_tied_tensors_may_have_any_name(
+    tmp_path: Path, alone: Alone
+) -> None:
     def tied(seed: int) -> nn.Module:
         model = nn.Module()
         torch.manual_seed(seed)
-        model.register_parameter("a", nn.Parameter(torch.randn(3)))
+        for name in "ac":
+            model.register_parameter(name, nn.Parameter(torch.randn(3)))
         for name in ("format", "b"):
             model.register_parameter(name, model.get_parameter("a"))
         return model
 
-    from safetensors import safe_open
-
     one, other = tied(1), tied(2)
-    alone(meeting_place, lambda: save_model(one, tmp_path / "m"))
+    alone(lambda: save_model(one, tmp_path / "m"))
     load_checkpoint_in_model(other, tmp_path / "m")
-    assert torch.equal(one.get_parameter("a"), other.get_parameter("a"))
     with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
         assert file.metadata()["format"] == "pt"
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert found.keys() == {"a", "c"}
+    for name in "ac":
+        assert torch.equal(one.get_parameter(name), other.get_parameter(name))
+        assert torch.equal(one.get_parameter(name), found[name])
 
 
 # -- places -------------------------------------------------------------------------------------
@@ -136,7 +135,7 @@ def test_an_empty_directory_that_is_there_stays_the_one_it_is(world: Ranks, tmp_
 
 
 def test_a_directory_that_somebody_makes_at_the_same_moment_is_used(
-    tmp_path: Path, meeting_place: Path
+    tmp_path: Path, alone: Alone
 ) -> None:
     def program() -> float:
         def at(number: int, name: str, args: tuple[Any, ...]) -> None:
@@ -149,12 +148,10 @@ def test_a_directory_that_somebody_makes_at_the_same_moment_is_used(
         load_state(tmp_path / "run" / "more" / "s", {"it": it})
         return float(it.state)
 
-    assert alone(meeting_place, program) == 1.5
+    assert alone(program) == 1.5
 
 
-def test_a_file_system_that_cannot_sync_directories_is_used(
-    tmp_path: Path, meeting_place: Path
-) -> None:
+def test_a_file_system_that_cannot_sync_directories_is_used(tmp_path: Path, alone: Alone) -> None:
     def program() -> float:
         folders = set[int]()
 
@@ -172,32 +169,7 @@ def test_a_file_system_that_cannot_sync_directories_is_used(
 
     if not Path("/proc/self/fd").exists():
         pytest.skip("looks for directories in /proc")
-    assert alone(meeting_place, program) == 1.5
-
-
-def test_texts_and_paths_that_are_no_utf8_come_back(tmp_path: Path, meeting_place: Path) -> None:
-    odd = {"text": "a\udcffb", "path": Path("x\udc80"), "\udcfe": 1}
-
-    def program() -> bool:
-        it = Kept()
-        save_state(tmp_path / "s", {"it": Kept(odd)}, rank_objects={"own": Kept(odd)})
-        own = Kept()
-        load_state(tmp_path / "s", {"it": it}, rank_objects={"own": own})
-        return bool(it.state == odd and own.state == odd)
-
-    assert alone(meeting_place, program)
-
-
-def test_a_step_may_be_any_whole_number(tmp_path: Path, meeting_place: Path) -> None:
-    def program() -> Any:
-        steps = Checkpoints(tmp_path / "run")
-        steps.save(np.int64(3), {"it": Kept(1)})  # type: ignore[arg-type]
-        with pytest.raises(TypeError):
-            steps.save(1.5, {"it": Kept(1)})  # type: ignore[arg-type]
-        save_state(tmp_path / "s", {"it": Kept(1)}, step=np.int32(4))  # type: ignore[arg-type]
-        return steps.load({"it": Kept()}).step, load_state(tmp_path / "s", {"it": Kept()}).step
-
-    assert alone(meeting_place, program) == (3, 4)
+    assert alone(program) == 1.5
 
 
 # -- one rank's failure -------------------------------------------------------------------------
@@ -240,35 +212,8 @@ def test_a_rank_without_memory_for_the_copy_is_told_of_on_all(world: Ranks, tmp_
     assert all(left == [] for _, left, _ in found)
 
 
-@several(2)
-def test_a_hook_that_fails_on_one_rank_fails_on_all(world: Ranks, tmp_path: Path) -> None:
-    def program() -> list[str]:
-        steps, said = Checkpoints(tmp_path / "run"), list[str]()
-
-        def hook(path: str, objects: Any) -> None:
-            if sp.get_rank() == 1:
-                raise ValueError("no such table")
-
-        steps.save(1, {"it": Kept(1)})
-        fails = pytest.raises(sp.CheckpointError, match="rank 1: ValueError: no such table")
-        registered = steps.before_save(hook)
-        with fails as caught:
-            steps.save(2, {"it": Kept(1)})
-        said.append(str(caught.value))
-        registered.remove()
-        steps.before_load(hook)
-        with fails as caught:
-            steps.load({"it": Kept()})
-        said.append(str(caught.value))
-        return [*said, str(sp.all_reduce(1)), str(steps.latest())]
-
-    found = world.run(program)
-    assert found[0] == found[1]
-    assert found[0][2:] == ["2", "1"]
-
-
 def test_a_failure_behind_the_training_is_logged_when_it_happens(
-    tmp_path: Path, meeting_place: Path
+    tmp_path: Path, alone: Alone
 ) -> None:
     def program() -> list[str]:
         import logging
@@ -293,7 +238,7 @@ def test_a_failure_behind_the_training_is_logged_when_it_happens(
             saving.wait()
         return before
 
-    [said] = alone(meeting_place, program)
+    [said] = alone(program)
     assert "No space left" in said
     assert f"save_state to {tmp_path}/s" in said
 
@@ -324,24 +269,6 @@ def test_ranks_that_save_to_other_directories_are_told_so(world: Ranks, tmp_path
     one, other = world.run(program)
     assert one == other
     assert [path.name for path in folder.iterdir()] == ["at"]
-
-
-@pytest.mark.parametrize("call", SAVES)
-def test_one_name_is_one_directory_on_several_hosts_only(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def program() -> None:
-        home = tmp_path / str(sp.get_rank())
-        home.mkdir(exist_ok=True)
-        os.chdir(home)
-        SAVES[call]("model")
-
-    run_world(program, ranks=2, nodes=2)
-    assert (tmp_path / "0/model").exists()
-    with pytest.raises(sp.CheckpointError, match=r"rank 1 saves to .*/1/model"):
-        run_world(program, ranks=2)
 
 
 @pytest.mark.parametrize("call", SAVES)
@@ -403,10 +330,10 @@ def test_an_interrupt_right_after_a_save_behind_has_begun_takes_nothing_from_it(
             start(self)
             raise KeyboardInterrupt
 
-        start, path = async_save._AsyncSaving.start, tmp_path / "state"
+        start, path = async_save._BackgroundSaving.start, tmp_path / "state"
         model = nn.Linear(100, 100)
         if sp.is_main():
-            async_save._AsyncSaving.start = start_and_be_interrupted  # type: ignore[method-assign]
+            async_save._BackgroundSaving.start = start_and_be_interrupted  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 save_state(path, {"model": model}, step=7, block=False)
         else:
@@ -414,7 +341,7 @@ def test_an_interrupt_right_after_a_save_behind_has_begun_takes_nothing_from_it(
         for thread in threading.enumerate():
             if thread.name == "syncprims-save":
                 thread.join()
-        return manifest.read(str(path)).step if sp.is_main() else None
+        return read_manifest(str(path)).step if sp.is_main() else None
 
     assert Ranks(Kind("file", 2), meeting_place, patience=20).run(program) == [7, None]
     assert not [one for one in tmp_path.iterdir() if ".tmp-" in one.name]

@@ -21,6 +21,7 @@ from syncprims.accelerate import Accelerator, load_checkpoint_in_model
 from syncprims.training import save_model
 
 if TYPE_CHECKING:
+    from support.checkpoint_worlds import Alone
     from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries
@@ -89,23 +90,15 @@ def test_a_real_transformer_as_we_write_it_is_read_by_all(
         assert minilm.is_same(other)
 
 
-def test_what_accelerates_function_takes_by_itself_is_taken_in_the_same_places(
-    tmp_path: Path, meeting_place: Path
-) -> None:
+def test_what_accelerates_function_takes_by_itself_is_taken_in_the_same_places() -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
     theirs = inspect.signature(accelerate.load_checkpoint_in_model).parameters
     ours = inspect.signature(load_checkpoint_in_model).parameters.values()
     placed = [one.name for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert placed == list(theirs)[: len(placed)]
-    model = torch.nn.Linear(2, 2)
-    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
-    defaults = {name: one.default for name, one in theirs.items() if one.default is not one.empty}
-    other = torch.nn.Linear(2, 2)
-    load_checkpoint_in_model(other, tmp_path / "m", **defaults)
-    assert torch.equal(model.weight, other.weight)
 
 
-def test_the_models_of_a_state_are_read_by_themselves(tmp_path: Path, meeting_place: Path) -> None:
+def test_the_models_of_a_state_are_read_by_themselves(tmp_path: Path, alone: Alone) -> None:
     models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
 
     def program() -> None:
@@ -116,7 +109,7 @@ def test_the_models_of_a_state_are_read_by_themselves(tmp_path: Path, meeting_pl
         job.save_model(models[0], tmp_path)  # which leaves those alone
         job.load_state(tmp_path)
 
-    Ranks(Kind("single", 1), meeting_place).run(program)
+    alone(program)
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
     for number, model in enumerate(models):
         for load in (load_checkpoint_in_model, accelerate.load_checkpoint_in_model):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.crash_model import WeakDisk, freeze, lay_out
 from support.file_faults import NEW, NONE, OLD, SETUPS, Setup, Watched
-from support.rank_worlds import Kind, Ranks
 
 import syncprims as sp
 from syncprims.training.checkpoints import filesystem
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from support.checkpoint_worlds import Alone
 
 
 class Recorder(Watched):
@@ -77,33 +77,30 @@ def crash(
     return len(moments), len(found), sum(version == NEW for version in found.values())
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["first", "over"])
-@pytest.mark.parametrize("name", ["single", "shards", "to-shards", "from-shards", "state"])
+#: Into what the save writes.
+CASES = [
+    (name, before)
+    for name in ("single", "shards", "to-shards", "from-shards", "state")
+    for before in ("nothing", "an empty directory", "an older one")
+]
+
+
+@pytest.mark.parametrize(("name", "before"), CASES)
 def test_what_a_power_cut_leaves_is_the_old_or_the_new(
-    name: str, overwrite: bool, tmp_path: Path, meeting_place: Path
+    name: str, before: str, tmp_path: Path, alone: Alone
 ) -> None:
-    ranks = Ranks(Kind("single", 1), meeting_place)
-    [(moments, states, new)] = ranks.run(lambda: crash(SETUPS[f"{name}-1"], overwrite, tmp_path))
+    over, empty = before == "an older one", before == "an empty directory"
+    run = alone(lambda: crash(SETUPS[f"{name}-1"], over, tmp_path, empty=empty))
+    moments, states, new = run
     assert moments > 10
     assert 0 < new < states
-    print(f"power cut: {name} overwrite={overwrite}: {moments} moments, {states} states, {new} new")
-
-
-@pytest.mark.parametrize("name", ["shards", "state"])
-def test_what_a_power_cut_leaves_in_an_empty_directory_is_nothing_or_the_new(
-    name: str, tmp_path: Path, meeting_place: Path
-) -> None:
-    ranks = Ranks(Kind("single", 1), meeting_place)
-    run = ranks.run(lambda: crash(SETUPS[f"{name}-1"], False, tmp_path, empty=True))
-    [(moments, states, new)] = run
-    assert moments > 10
-    assert 0 < new < states
+    print(f"power cut: {name} over {before}: {moments} moments, {states} states, {new} new")
 
 
 @pytest.mark.parametrize("call", ["sync_directory", "NewFile.finish"])
 @pytest.mark.parametrize("name", ["single", "shards", "state"])
 def test_a_save_that_forgets_to_sync_is_found_out(
-    name: str, call: str, tmp_path: Path, meeting_place: Path
+    name: str, call: str, tmp_path: Path, alone: Alone
 ) -> None:
     def program() -> bool:
         with pytest.MonkeyPatch.context() as patch:
@@ -117,18 +114,4 @@ def test_a_save_that_forgets_to_sync_is_found_out(
                 return True
         return False
 
-    assert Ranks(Kind("single", 1), meeting_place).run(program) == [True]
-
-
-def test_the_model_of_the_disk_finds_a_save_that_forgets_to_sync(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "file").write_bytes(b"old")
-    weak = WeakDisk(run)
-    fd = os.open(run / "waiting", os.O_WRONLY | os.O_CREAT)
-    weak.follow("open", (f"{run}/waiting", os.O_WRONLY | os.O_CREAT), fd)
-    weak.follow("write", (fd, b"new"), 3)
-    weak.follow("rename", (f"{run}/waiting", f"{run}/file"), None)
-    os.close(fd)
-    contents = {state.get("file") for state in weak.states()}
-    assert contents >= {b"old", b"new", b"", bytes(3)}
+    assert alone(program)

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from conftest import in_processes, several
-from safetensors import safe_open
 from support import warm_torch  # noqa: F401
-from support.checkpoint_worlds import on_some
+from support.checkpoint_worlds import Alone, on_some
 from torch import nn
 
 import syncprims as sp
-from syncprims.accelerate import Accelerator
+from syncprims import accelerate
 from syncprims.training import (
     load_checkpoint_in_model,
     load_state,
@@ -76,6 +75,10 @@ def raw(tensor: torch.Tensor) -> bytes:
     return plain.view(torch.uint8).numpy().tobytes()
 
 
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
     "shards": {"max_shard_size": 200},
@@ -102,10 +105,8 @@ def test_a_model_of_all_kinds_of_tensors_comes_back_bit_for_bit(
 @pytest.mark.parametrize("first", LAYOUTS)
 @pytest.mark.parametrize("second", LAYOUTS)
 def test_the_newest_model_loads_whatever_was_there(
-    first: str, second: str, tmp_path: Path, meeting_place: Path
+    first: str, second: str, tmp_path: Path, alone: Alone, meeting_place: Path
 ) -> None:
-    from support.rank_worlds import Kind, Ranks
-
     def program() -> bool:
         tmp_path.joinpath("config.json").write_text("{}")
         tmp_path.joinpath("notes.safetensors").write_text("mine")
@@ -115,7 +116,7 @@ def test_the_newest_model_loads_whatever_was_there(
         load_checkpoint_in_model(loaded, tmp_path)
         return same(new, loaded)
 
-    assert Ranks(Kind("single", 1), meeting_place).run(program) == [True]
+    assert alone(program)
     found = {path.name for path in tmp_path.iterdir() if path != meeting_place}
     assert {"config.json", "notes.safetensors"} <= found
     weights = {name for name in found if name.startswith(("model", "pytorch_model", "."))}
@@ -127,15 +128,13 @@ def test_the_newest_model_loads_whatever_was_there(
         assert weights == {index, *placed.values()}
 
 
-def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, meeting_place: Path) -> None:
-    from support.rank_worlds import Kind, Ranks
-
+def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, alone: Alone) -> None:
     def program() -> set[int]:
         os.umask(0o027)
         save_model(nn.Linear(2, 2), tmp_path / "m", max_shard_size=8)
         return {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "m").iterdir()}
 
-    assert Ranks(Kind("single", 1), meeting_place).run(program) == [{0o640}]
+    assert alone(program) == {0o640}
 
 
 @several(2, 4)
@@ -188,66 +187,41 @@ def test_ranks_with_other_models_are_told_so(world: Ranks, tmp_path: Path) -> No
     assert not (tmp_path / "m").exists()
 
 
-def test_the_file_is_one_that_others_read(tmp_path: Path, meeting_place: Path) -> None:
-    from support.rank_worlds import Kind, Ranks
-
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
-    with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        assert file.metadata()["format"] == "pt"
-    assert found.keys() == model.state_dict().keys()
-    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
-
-
 # -- loading alone: no world is needed -------------------------------------------------------------
 
 
 @pytest.fixture
-def saved(tmp_path: Path, meeting_place: Path) -> tuple[nn.Module, Path]:
-    from support.rank_worlds import Kind, Ranks
-
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+def saved(tmp_path: Path, alone: Alone) -> tuple[nn.Module, Path]:
+    model = two_layers()
+    alone(lambda: save_model(model, tmp_path / "m"))
     return model, tmp_path / "m"
 
 
-def test_the_model_is_untouched_when_the_load_is_refused(saved: tuple[nn.Module, Path]) -> None:
-    _, path = saved
-    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+def test_what_does_not_fit_is_named_and_left_without_strict(
+    saved: tuple[nn.Module, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, path = saved
+    other: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(sp.CheckpointError, match=r"1\.bias.*expected \(3,\).*found \(2,\)"):
         load_checkpoint_in_model(other, path)
     assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
-
-
-def test_strict_names_what_is_missing_and_what_is_not_known(saved: tuple[nn.Module, Path]) -> None:
-    _, path = saved
-    other: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 1))
+    with pytest.raises(sp.CheckpointError, match=r"not in the model: 1\.bias, 1\.weight"):
+        load_checkpoint_in_model(nn.Sequential(nn.Linear(3, 4)), path)
+    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 1))
+    kept, own = other[2].weight.clone(), [id(p) for p in other.parameters()]
     with pytest.raises(sp.CheckpointError, match=r"missing: 2\.weight, 2\.bias"):
         load_checkpoint_in_model(other, path)
-    less = nn.Sequential(nn.Linear(3, 4))
-    with pytest.raises(sp.CheckpointError, match=r"not in the model: 1\.bias, 1\.weight"):
-        load_checkpoint_in_model(less, path)
-
-
-def test_without_strict_the_rest_is_left(
-    saved: tuple[nn.Module, Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    model, path = saved
-    other: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 1))
-    kept = other[2].weight.clone()
-    load_checkpoint_in_model(other, path, strict=False)
-    assert torch.equal(other[0].weight, model.state_dict()["0.weight"])
+    load_checkpoint_in_model(other, path, dtype="float64", strict=False)
+    assert torch.equal(other[0].weight, model.state_dict()["0.weight"].double())
     assert torch.equal(other[2].weight, kept)
+    assert [id(p) for p in other.parameters()] == own, "an optimizer has others now"
     assert "missing: 2.weight" in caplog.text
 
 
 def test_meta_models_get_their_weights_where_the_map_says(saved: tuple[nn.Module, Path]) -> None:
     model, path = saved
-    other: Any
-    with torch.device("meta"):
-        other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    other: Any = two_layers().to("meta")
     load_checkpoint_in_model(other, path, device_map={"": "cpu", "1": "cpu"}, dtype=torch.bfloat16)
     assert {p.dtype for p in other.parameters()} == {torch.bfloat16}
     assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in other.parameters())
@@ -259,23 +233,20 @@ def test_meta_models_get_their_weights_where_the_map_says(saved: tuple[nn.Module
 
 
 def test_buffers_that_no_checkpoint_has_are_told_where_they_are_without_values(
-    tmp_path: Path, meeting_place: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, alone: Alone, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from support.rank_worlds import Kind, Ranks
-
     model = Odd(1)
-    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    alone(lambda: save_model(model, tmp_path / "m"))
     load_checkpoint_in_model(Odd(2), tmp_path / "m")
     assert not caplog.text
     load_checkpoint_in_model(empty := Odd(2).to("meta"), tmp_path / "m")
-    assert "buffers without values: passing; " in caplog.text
+    assert "no checkpoint holds the buffers passing: " in caplog.text
     assert empty.passing.is_meta
 
 
 def test_a_map_that_leaves_a_parameter_out_is_refused(saved: tuple[nn.Module, Path]) -> None:
     model, path = saved
-    with torch.device("meta"):
-        other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    other = two_layers().to("meta")
     for lacking in ({"0": "cpu", "one": "cpu"}, {"0": "cpu", "1.weight": "cpu"}, {}):
         with pytest.raises(ValueError, match=r"no device for .*1\.bias: .* by ''"):
             load_checkpoint_in_model(other, path, lacking)
@@ -284,13 +255,9 @@ def test_a_map_that_leaves_a_parameter_out_is_refused(saved: tuple[nn.Module, Pa
     assert same(model, other)
 
 
-def test_a_map_covers_tied_parameters_by_one_of_their_names(
-    tmp_path: Path, meeting_place: Path
-) -> None:
-    from support.rank_worlds import Kind, Ranks
-
+def test_a_map_covers_tied_parameters_by_one_of_their_names(tmp_path: Path, alone: Alone) -> None:
     model, other = Odd(1), Odd(2)
-    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    alone(lambda: save_model(model, tmp_path / "m"))
     parts = {name.split(".")[0]: "cpu" for name in model.state_dict()}
     for left_out in ("head", "embed"):
         covering = {name: device for name, device in parts.items() if name != left_out}
@@ -299,13 +266,12 @@ def test_a_map_covers_tied_parameters_by_one_of_their_names(
 
 
 def test_what_accelerates_function_takes_is_taken_or_told(saved: tuple[nn.Module, Path]) -> None:
-    from syncprims.accelerate import load_checkpoint_in_model
-
     model, path = saved
-    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    load_checkpoint_in_model(other, path, None, None, torch.float64, offload_state_dict=False)
+    load_in_model = accelerate.load_checkpoint_in_model
+    other = two_layers()
+    load_in_model(other, path, None, None, torch.float64, offload_state_dict=False)
     assert {p.dtype for p in other.parameters()} == {torch.float64}
-    fresh: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    fresh: Any = two_layers()
     for asked in (
         {"offload_folder": "folder"},
         {"offload_folder": torch.float16},  # by position, as if it were the dtype
@@ -315,44 +281,34 @@ def test_what_accelerates_function_takes_is_taken_or_told(saved: tuple[nn.Module
         {"broadcast_from_rank0": True},
     ):
         with pytest.raises(TypeError, match=r"is not offered; instead: (leave|cast)"):
-            load_checkpoint_in_model(fresh, path, **asked)
+            load_in_model(fresh, path, **asked)
     with pytest.raises(TypeError, match="unexpected keyword argument 'ofload_folder'"):
-        load_checkpoint_in_model(fresh, path, ofload_folder=None)
+        load_in_model(fresh, path, ofload_folder=None)
     assert not same(model, fresh), "it was refused, and loaded all the same"
-
-
-def test_an_optimizer_still_owns_what_was_loaded(saved: tuple[nn.Module, Path]) -> None:
-    _, path = saved
-    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    before = [id(p) for p in other.parameters()]
-    load_checkpoint_in_model(other, path, dtype="float64")
-    assert [id(p) for p in other.parameters()] == before
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 def test_compiled_and_wrapped_models_have_the_names_of_plain_ones(
-    tmp_path: Path, meeting_place: Path
+    tmp_path: Path, alone: Alone
 ) -> None:
-    from support.rank_worlds import Kind, Ranks
-
     def program() -> list[bool]:
-        plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        plain = two_layers()
         layer: Any = torch.compile(nn.Linear(3, 4))
         parts = nn.Sequential(layer, nn.Linear(4, 2))
-        parallel = nn.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
-        whole: Any = torch.compile(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+        parallel = nn.DataParallel(two_layers())
+        whole: Any = torch.compile(two_layers())
         fine = []
         for model in (parts, parallel, whole):
             save_model(model, tmp_path / "m")
             load_checkpoint_in_model(plain, tmp_path / "m")
             fine.append(torch.equal(next(plain.parameters()), next(model.parameters())))
-            save_model(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), tmp_path / "m")
+            save_model(two_layers(), tmp_path / "m")
             load_checkpoint_in_model(model, tmp_path / "m")
             load_checkpoint_in_model(plain, tmp_path / "m")
             fine.append(torch.equal(next(plain.parameters()), next(model.parameters())))
         return fine
 
-    assert Ranks(Kind("single", 1), meeting_place).run(program) == [[True] * 6]
+    assert alone(program) == [True] * 6
 
 
 def test_links_are_refused_unless_they_are_allowed(
@@ -362,7 +318,7 @@ def test_links_are_refused_unless_they_are_allowed(
     cache = tmp_path / "snapshot"
     cache.mkdir()
     (cache / "model.safetensors").symlink_to(path / "model.safetensors")
-    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    other = two_layers()
     with pytest.raises(sp.CheckpointError, match="symbolic link"):
         load_checkpoint_in_model(other, cache)
     load_checkpoint_in_model(other, cache, allow_links=True)
@@ -370,10 +326,8 @@ def test_links_are_refused_unless_they_are_allowed(
 
 
 def test_what_is_above_a_link_is_where_others_find_it(
-    tmp_path: Path, meeting_place: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from support.rank_worlds import Kind, Ranks
-
     (tmp_path / "other" / "inner").mkdir(parents=True)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "link").symlink_to("../other/inner")
@@ -385,11 +339,11 @@ def test_what_is_above_a_link_is_where_others_find_it(
         load_checkpoint_in_model(other, "link/../out")
         save_state("link/../state", {"model": model})
         load_state("link/../state", {"model": other})
-        Accelerator().save(model.state_dict(), "link/../one.bin")
+        accelerate.Accelerator().save(model.state_dict(), "link/../one.bin")
         torch.load("link/../one.bin", weights_only=True)
         return torch.equal(model.weight, other.weight)
 
-    assert Ranks(Kind("single", 1), meeting_place).run(program) == [True]
+    assert alone(program)
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["link"]
     found = {path.name for path in (tmp_path / "other").iterdir()}
     assert found == {"inner", "one.bin", "out", "state"}

@@ -1,9 +1,7 @@
-"""Background saves, directories of steps, and saves after a stop signal."""
+"""Background saves, and directories of steps."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -13,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import in_processes, several
+from conftest import several
 from support import warm_torch  # noqa: F401
-from support.checkpoint_worlds import Kept, on_some
-from support.rank_worlds import Kind, Ranks, environment
+from support.checkpoint_worlds import Alone, Kept, on_some
+from support.rank_worlds import Ranks, environment
 from torch import nn
 
 import syncprims as sp
@@ -131,7 +129,7 @@ def test_steps_are_kept_found_and_continued(world: Ranks, tmp_path: Path) -> Non
                     "step-11"}  # fmt: skip
 
 
-def test_a_damaged_step_names_an_older_one(tmp_path: Path, meeting_place: Path) -> None:
+def test_a_damaged_step_names_an_older_one(tmp_path: Path, alone: Alone) -> None:
     def program() -> str:
         steps, it = Checkpoints(tmp_path / "run"), Kept(torch.ones(3))
         for step in (1, 2, 3):
@@ -141,48 +139,6 @@ def test_a_damaged_step_names_an_older_one(tmp_path: Path, meeting_place: Path) 
             steps.load({"it": it})
         return str(caught.value)
 
-    [said] = Ranks(Kind("single", 1), meeting_place).run(program)
+    said = alone(program)
     assert "step-3/it.state.safetensors" in said
     assert said.endswith("step-2.")
-
-
-def test_hooks_run_before_and_can_be_removed(tmp_path: Path, meeting_place: Path) -> None:
-    def program() -> list[str]:
-        steps, seen = Checkpoints(tmp_path / "run"), list[str]()
-        saving = steps.before_save(lambda path, objects: seen.append(f"save {Path(path).name}"))
-        loading = steps.before_load(lambda path, objects: objects.update(more=Kept()))
-        more = steps.before_save(lambda path, objects: objects.update(more=Kept(1)))
-        steps.save(1, {"it": Kept(1)})
-        steps.load({"it": Kept()})
-        for hook in (saving, more, loading, loading):
-            hook.remove()
-        steps.save(2, {"it": Kept(1)})
-        steps.load({"it": Kept()})
-        return seen
-
-    assert Ranks(Kind("single", 1), meeting_place).run(program) == [["save step-1"]]
-
-
-# -- preemption ---------------------------------------------------------------------------------
-
-
-@several(2, 4)
-@in_processes
-def test_all_ranks_save_the_same_step_when_one_is_told_to_stop(
-    world: Ranks, tmp_path: Path
-) -> None:
-    def program() -> tuple[int, list[int], str | None]:
-        stop, steps = sp.Trigger("stop"), Checkpoints(tmp_path / "run")
-        stop.set_on_signal(signal.SIGTERM)
-        it, step = Kept(), 0
-        while not stop.check():
-            step += 1
-            if step == 5 and sp.get_rank() == world.ranks - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-        it.state = step
-        steps.save(step, {"it": it})
-        return step, stop.ranks, stop.reason
-
-    found = world.run(program)
-    assert found == [(5, [world.ranks - 1], "SIGTERM")] * world.ranks
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-5"]

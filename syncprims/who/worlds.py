@@ -12,6 +12,7 @@ other containers, among the open files of the processes that the reader may look
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import stat
@@ -19,39 +20,32 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from syncprims._system.identity import ProcessIdentity
 from syncprims.errors import parse_ranks
-from syncprims.interface import BoardView, Label, Status, WaitView, WorldReader, WorldView
+from syncprims.interface import Label, Status, WaitView
 
-from .file.backend import base_path
-from .file.description import FILE as DESCRIPTION
-from .file.description import LONGEST, BoardDescription, WorldDescription, read_descriptions
-from .file.liveness import FILE, MAGIC, announced_from_outside, examine_from_outside
-from .file.memory import (
-    BOARD_MAGIC,
-    BODY_SIZE,
-    CELLS,
-    WORD,
-    CellReader,
-    read_header,
-)
-from .file.processes import ProcessIdentity
-from .torch.host_state import MAGIC as HOST_MAGIC
-from .torch.host_state import OF_HOST, read_report
+from .verdict import BoardView, WorldView
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # in the sources, that package is the folder backends/
     from collections.abc import Generator, Mapping, Sequence
 
+    from backends.file import description, liveness, memory, private_dir
+    from backends.torch import host_state
     from syncprims.interface import Settings, State
+else:
+    from syncprims.backends.file import description, liveness, memory, private_dir
+    from syncprims.backends.torch import host_state
 
 _BOARD = re.compile(r"board-[0-9a-f]{16}(-here)?")
 _WORLD = re.compile(r"/syncprims-[^/]+/world-[1-9][0-9]{0,8}")
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MOST_RANKS = 1 << 16
+_LONGEST = 1 << 20  # bytes of a description
 _LOOKS = 3  # at a body that is being written
 
 
-class FileWorldReader(WorldReader):
-    """Reads a world in the open directory `fd`."""
+class WorldReader:
+    """Reads a world in the open directory `fd`, which is `path`."""
 
     def __init__(self, path: str, fd: int) -> None:
         self.path = path
@@ -80,51 +74,55 @@ class FileWorldReader(WorldReader):
         states: dict[int, Status] = {}
         identities: dict[int, ProcessIdentity] = {}
         announced: dict[int, bytes] = {}
-        with self._opened(FILE) as fd:
-            about, described = self._about(fd)
+        with self._opened(liveness.FILE) as fd:
+            about = self._about(fd)
             for slot, rank in enumerate(_ranks(about.ranks)):
                 identity, state, detail, failure = self._examine(fd, slot)
                 states[rank] = Status(0, None, state, detail, failure)
                 if identity is not None:
                     identities[rank] = identity
-                    announced[rank] = announced_from_outside(fd, slot)
+                    announced[rank] = liveness.announced_from_outside(fd, slot)
         pids = self._visible_pids(identities)
         boards: list[BoardView] = []
-        for name, board in described.items():
-            if _BOARD.fullmatch(name):
+        for file in os.listdir(self._fd):  # noqa: PTH208 - pathlib knows no descriptors
+            name = file.removesuffix(description.OF_BOARD)
+            if name != file and _BOARD.fullmatch(name):
                 with contextlib.suppress(FileNotFoundError):
+                    board = description.BoardDescription(*self._description(file))
                     boards.append(self._board(name, board, states, about))
         boards.sort(key=lambda board: (-len(board.members), board.members))
         run_id = about.run_id or self.path.rpartition("/")[0].rpartition("/syncprims-")[2]
         hosts = {rank: name for name, ranks in about.hosts for rank in _ranks(ranks)}
         size = int(about.world_size)
-        backend = str(about.backend)
-        return WorldView(str(run_id), backend, size, boards, hosts, pids, states, announced)
+        return WorldView(
+            str(run_id), str(about.backend), size, boards, hosts, pids, states, announced
+        )
 
-    def _about(self, liveness: int) -> tuple[WorldDescription, dict[str, BoardDescription]]:
+    def _about(self, fd: int) -> description.WorldDescription:
         """Return what is written about the world, before its first rank takes a slot.
 
         :raises FileNotFoundError: if it is being created or removed at this moment.
         """
-        magic, count = read_header(liveness)
-        if magic not in (MAGIC, b""):
+        magic, count = memory.read_header(fd)
+        if magic not in (liveness.MAGIC, b""):
             raise _OtherVersion
         try:
-            with self._opened(DESCRIPTION) as fd:
-                data = _copy(fd, min(LONGEST, os.fstat(fd).st_size))
-            if data:
-                return read_descriptions(data)
-            raise FileNotFoundError  # its first line is being written
+            return description.WorldDescription(*self._description(description.FILE))
         except FileNotFoundError:
             slots = range(min(count, _MOST_RANKS))
-            if any(self._examine(liveness, slot)[1] == "alive" for slot in slots):
+            if any(self._examine(fd, slot)[1] == "alive" for slot in slots):
                 raise _OtherVersion from None
             raise
+
+    def _description(self, name: str) -> list[Any]:
+        with self._opened(name) as fd:
+            fields: list[Any] = json.loads(_copy(fd, min(_LONGEST, os.fstat(fd).st_size)))
+        return fields
 
     # -- processes ------------------------------------------------------------------------------
 
     def _examine(self, fd: int, slot: int) -> tuple[ProcessIdentity | None, State, str, bytes]:
-        return examine_from_outside(self._fd, fd, slot, self._namespace)
+        return liveness.examine_from_outside(self._fd, fd, slot, self._namespace)
 
     def _visible_pids(self, identities: Mapping[int, ProcessIdentity]) -> dict[int, int]:
         """Return the number of each process as this one sees it, of those that it sees."""
@@ -155,9 +153,9 @@ class FileWorldReader(WorldReader):
     def _board(
         self,
         name: str,
-        about: BoardDescription,
+        about: description.BoardDescription,
         states: Mapping[int, Status],
-        world: WorldDescription,
+        world: description.WorldDescription,
     ) -> BoardView:
         members, here = _ranks(about.members), _ranks(about.here)
         cells = self._cells(name, len(here))
@@ -190,15 +188,15 @@ class FileWorldReader(WorldReader):
                     statuses[rank] = Status(rounds, label, "alive")
         return BoardView(tuple(members), statuses, waits, barrier)
 
-    def _cells(self, name: str, count: int) -> CellReader:
+    def _cells(self, name: str, count: int) -> memory.CellReader:
         with self._opened(name) as fd:
-            found = read_header(fd)
-            if found[0] != BOARD_MAGIC:
+            found = memory.read_header(fd)
+            if found[0] != memory.BOARD_MAGIC:
                 raise _OtherVersion
             size = os.fstat(fd).st_size
-            if found[1] != count or not 0 < count * CELLS * BODY_SIZE < size:
+            if found[1] != count or not 0 < count * memory.CELLS * memory.BODY_SIZE < size:
                 raise ValueError("its cells are not those of its members")
-            cells = CellReader(_copy(fd, size), count)
+            cells = memory.CellReader(_copy(fd, size), count)
         if cells.size != size:
             raise ValueError("its cells have been cut off")
         return cells
@@ -206,9 +204,9 @@ class FileWorldReader(WorldReader):
     def _report(self, name: str, count: int, number: int) -> dict[str, Any]:
         """Return what this host knows of the others that it waits for in this round."""
         try:
-            with self._opened(name + OF_HOST) as fd:
-                if read_header(fd)[0] == HOST_MAGIC:
-                    of, report = read_report(_copy(fd, os.fstat(fd).st_size), count)
+            with self._opened(name + host_state.OF_HOST) as fd:
+                if memory.read_header(fd)[0] == host_state.MAGIC:
+                    of, report = host_state.read_report(_copy(fd, os.fstat(fd).st_size), count)
                     return report if of == number else {}
         except FileNotFoundError:
             pass
@@ -257,24 +255,24 @@ def _ranks(text: str) -> list[int]:
     return parse_ranks(text)
 
 
-def _last(cells: CellReader, index: int) -> tuple[int, Label | None]:
+def _last(cells: memory.CellReader, index: int) -> tuple[int, Label | None]:
     """Return how many rounds a member has posted, and the label of the last; None if torn."""
     number = cells.posted(index)
     return number, _label_at(cells, index, number)
 
 
-def _label_at(cells: CellReader, index: int, number: int) -> Label | None:
+def _label_at(cells: memory.CellReader, index: int, number: int) -> Label | None:
     """Return the label of a member's note for a round; None if it is not there, or not whole."""
     word = cells.word_of(number, index)
-    if number <= 0 or WORD.unpack(word)[0] != number:
+    if number <= 0 or memory.WORD.unpack(word)[0] != number:
         return None
-    body = cells.read_body(number % CELLS, index, word)
+    body = cells.read_body(number % memory.CELLS, index, word)
     return None if body is None else Label.decode(body[0])
 
 
-def _last_barrier(cells: CellReader, complete: int) -> Label | None:
+def _last_barrier(cells: memory.CellReader, complete: int) -> Label | None:
     """Return the label of the last barrier with a name, of the rounds that are still there."""
-    for number in range(complete, max(0, complete - CELLS), -1):
+    for number in range(complete, max(0, complete - memory.CELLS), -1):
         label = _label_at(cells, 0, number)
         if label is not None and label.kind == "barrier" and label.name is not None:
             return label
@@ -293,7 +291,7 @@ def _processes() -> list[int]:
 
 def find_worlds(
     settings: Settings, *, pids: Sequence[int] | None = None, path: str | None = None
-) -> tuple[list[WorldReader], list[str]]:
+) -> tuple[Sequence[WorldReader], list[str]]:
     """Return readers of the worlds of this host, and the directories that may not be read.
 
     With `pids`, of the worlds that these processes are ranks of. With `path`, of those in this
@@ -331,7 +329,7 @@ class _Search:
     def add_worlds_below(self, path: Path) -> None:
         """Add those at most two levels below `path`, or that which it is itself."""
         try:
-            if _WORLD.search(str(path)) and (path / FILE).exists():
+            if _WORLD.search(str(path)) and (path / liveness.FILE).exists():
                 self._add(str(path), str(path))
                 return
             inside = sorted(path.iterdir())
@@ -364,12 +362,12 @@ class _Search:
             os.close(fd)
             return
         self._known.add(identity)
-        self.readers.append(FileWorldReader(name, fd))
+        self.readers.append(WorldReader(name, fd))
 
 
 def _bases(settings: Settings) -> list[Path]:
     """Return where runs of this host may meet, as far as is known without their processes."""
-    found = [base_path(settings)]
+    found = [private_dir.base_path(settings)]
     with contextlib.suppress(OSError):
         for parent in {"/dev/shm", tempfile.gettempdir()}:
             for path in Path(parent).glob("syncprims-*"):

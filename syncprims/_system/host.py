@@ -1,13 +1,10 @@
-"""This machine: processors, devices, shared memory, file systems, ports."""
+"""This machine: processors, devices, ports."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
-import shutil
 import socket
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,35 +38,6 @@ def find_visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
     except OSError:
         # Without that directory a container, WSL or a board may still have some; ROCm has its own.
         return None if any(next(Path("/dev").glob(name), None) for name in _GPU_FILES) else []
-
-
-def find_shared_memory() -> Path:
-    """Return the directory of shared memory, or of temporary files where there is none."""
-    memory = Path("/dev/shm")
-    return memory if memory.is_dir() else Path(tempfile.gettempdir())
-
-
-def count_free_bytes(path: Path) -> int | None:
-    """Return how many bytes the file system of `path` has free; None if unknown."""
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return None
-
-
-def find_file_system(path: Path) -> str | None:
-    """Return the type of the file system that `path` is on, or would be; None if unknown."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return None
-    where, innermost, found = Path(os.path.realpath(path)), "", None
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), before.split(" ")[4])
-        if where.is_relative_to(point) and len(point) >= len(innermost):
-            innermost, found = point, after.split(" ")[0]
-    return found
 
 
 def free_port() -> int:

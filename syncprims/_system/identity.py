@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from .processes import stat_fields
+
 
 class ProcessIdentity(NamedTuple):
     """Identifies one process, even after another process has got its number."""
@@ -22,7 +24,7 @@ class ProcessIdentity(NamedTuple):
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
         """Return the identity of the living process `pid`; None if the system does not say."""
-        fields = stat_fields(pid)
+        fields = read_stat(pid)
         try:
             namespace = Path(f"/proc/{pid}/ns/pid").stat().st_ino
         except OSError:
@@ -34,7 +36,7 @@ class ProcessIdentity(NamedTuple):
         pid, seen = self.pid, set[int]()
         while pid > 1 and pid not in seen:
             seen.add(pid)
-            fields = stat_fields(pid)
+            fields = read_stat(pid)
             pid = int(fields[1]) if fields else (os.getppid() if pid == os.getpid() else 0)
             if pid == other.pid:
                 return other.namespace in (self.namespace, 0)
@@ -44,8 +46,8 @@ class ProcessIdentity(NamedTuple):
         """Return whether the process is known, in this namespace, to have ended, reaped or not."""
         if not self.started or self.namespace != namespace:
             return False
-        fields = stat_fields(self.pid)
-        return not fields or fields[0] in "ZX" or int(fields[19]) != self.started
+        fields = read_stat(self.pid)
+        return not fields or fields[0] in (b"Z", b"X") or int(fields[19]) != self.started
 
     @classmethod
     def own(cls) -> ProcessIdentity:
@@ -53,13 +55,12 @@ class ProcessIdentity(NamedTuple):
         return cls.of(os.getpid()) or cls(os.getpid(), 0, 0)
 
 
-def stat_fields(pid: int) -> list[str]:
+def read_stat(pid: int) -> list[bytes]:
     """Return the fields of proc(5) stat from the state on; none if there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return stat_fields(pid)
     except OSError:
         return []
-    return text[text.rindex(")") + 2 :].split()  # the name before may hold anything
 
 
 def _is_hidden(pid: int) -> bool:
@@ -123,8 +124,8 @@ class ProcessWatch:
 
     def _zombie_status(self) -> int | None:
         """Ask proc(5), which knows it until the parent has reaped the process."""
-        fields = stat_fields(self._who.pid)
-        if len(fields) < 50 or fields[0] != "Z" or int(fields[19]) != self._who.started:
+        fields = read_stat(self._who.pid)
+        if len(fields) < 50 or fields[0] != b"Z" or int(fields[19]) != self._who.started:
             return None
         status = int(fields[49])
         # The system shows 0 to those who may not know: this process has another user now.

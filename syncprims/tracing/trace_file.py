@@ -31,10 +31,9 @@ START = 1024  # of the first entry, behind the header and the facts
 ENTRY = struct.Struct("<QQQQQ")  # posted, since, done, round, tag
 END = SEGMENT - ENTRY.size  # of what can be the last entry
 
-# A tag: kind in the lowest byte, then flags or a length, the outcome's text, and the label's.
+# A tag: kind in the lowest byte, then a text's length, the outcome's text, and the label's.
 ROUND, TEXT, WAITING, POSTED, RESULT, LEFT = 1, 2, 3, 4, 5, 6
-FURTHER = 1  # flag of a round: not the first of its call
-FLAGS, OUTCOME, TEXT_ID = 8, 16, 32
+LENGTH, OUTCOME, TEXT_ID = 8, 16, 32
 _PIECE = 32  # bytes of a text in one entry
 _MOST_TEXTS = 1 << 16
 
@@ -86,7 +85,7 @@ class Segment:
             for at in range(0, len(data), _PIECE):
                 piece = data[at : at + _PIECE]
                 a, b, c, d = struct.unpack("<QQQQ", piece.ljust(_PIECE, b"\0"))
-                self.put(a, b, c, d, TEXT | len(piece) << FLAGS | number << TEXT_ID)
+                self.put(a, b, c, d, TEXT | len(piece) << LENGTH | number << TEXT_ID)
             self._texts[text] = number
         return number
 
@@ -122,7 +121,6 @@ class Recorder:
         since: int,
         done: int,
         number: int,
-        flags: int = 0,
         outcome: str = "",
         kind: int = ROUND,
     ) -> tuple[Segment, int] | None:
@@ -136,7 +134,7 @@ class Recorder:
                 tag = kind if label is None else segment.tag(label, group) - ROUND + kind
                 if outcome:
                     tag |= segment.text(outcome) << OUTCOME
-                return segment, segment.put(posted, since, done, number, tag | flags << FLAGS)
+                return segment, segment.put(posted, since, done, number, tag)
             except Full:
                 if not self._turn(segment):
                     return None
@@ -239,7 +237,7 @@ class Recorder:
             f"name a directory that can be written"
         )
 
-    def leave(self, error: BaseException | None, now: int) -> None:
+    def close(self, error: BaseException | None, now: int) -> None:
         """End the record: this rank leaves its world, because of `error` if that is given."""
         self.open(None)  # unless it is
         if self._stopped:

@@ -1,0 +1,75 @@
+"""All-to-all: each member has a part for each other one. Scatters are special cases of it."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+from syncprims._data.arrays import flat, raw
+from syncprims._data.limits import LARGE
+from syncprims._data.plane import DataPlane
+from syncprims._protocol.rounds import RoundSequence
+from syncprims.errors import RankMismatch
+from syncprims.interface import Mark, Note
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncprims._protocol.rounds import Rounds
+
+
+def exchange(
+    rounds: Rounds, note: Note, parts: Sequence[Any], rooms: Sequence[Any], timeout: float | None
+) -> None:
+    """Fill ``rooms[i]``, contiguous, with the part that member i has for this one.
+
+    Small parts travel in the notes of one round. Larger ones go through the transport.
+
+    :raises RankMismatch: on all members, if a part does not fit into its room.
+    """
+    count, me = len(parts), rounds.members.index(rounds.rank)
+    head = struct.Struct(f"<{2 * count}Q")
+    own_sizes = [array.nbytes for array in (*parts, *rooms)]
+    try:
+        transport = DataPlane.of(rounds).transport()
+        in_note = transport is None or sum(own_sizes[:count]) < LARGE
+        sent = [raw(flat(part)) for part in parts] if in_note else []
+        mark = Mark.INLINE if in_note else Mark.NONE
+        posted = Note(note.label, mark, b"".join([head.pack(*own_sizes), *sent]))
+    except BaseException as error:
+        rounds.fail(note.label, error)
+        raise
+
+    def read(notes: Sequence[Note]) -> None:
+        sizes = [head.unpack_from(other.payload) for other in notes]
+        _check_sizes(rounds, note, sizes)
+        if transport is None or all(other.mark for other in notes):
+            for other, row, room in zip(notes, sizes, rooms, strict=True):
+                begin = head.size + sum(row[:me])
+                raw(flat(room))[:] = other.payload[begin : begin + row[me]]
+        else:
+            sequence = RoundSequence(rounds, note, timeout)
+            transport.exchange(sequence, parts, rooms, [row[:count] for row in sizes])
+
+    rounds.meet(posted, timeout, read)
+
+
+def _check_sizes(rounds: Rounds, note: Note, sizes: Sequence[Sequence[int]]) -> None:
+    """Accept parts that fit into their rooms.
+
+    ``sizes[i]`` are the bytes of the parts of member i, then those of its rooms.
+    """
+    members = rounds.members
+    for i, row in enumerate(sizes):
+        for j, other in enumerate(sizes):
+            if row[j] != other[len(members) + i]:
+                rounds.raise_in_step(
+                    RankMismatch(
+                        f"{note.label}: rank {members[i]} sends {row[j]} bytes to rank "
+                        f"{members[j]}, which has room for {other[len(members) + i]}; let the "
+                        f"split sizes of both agree",
+                        rank=rounds.rank,
+                        call=str(note.label),
+                        arrived=list(members),
+                    )
+                )

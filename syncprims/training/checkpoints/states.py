@@ -1,0 +1,524 @@
+"""The whole state of a training: saved and loaded by all ranks together, once or step by step.
+
+The manifest, a small file, holds everything except the tensors, and names all other files with
+their digests. A directory holds a checkpoint if and only if it holds a manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import operator
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from syncprims import CheckpointError
+from syncprims.training.rng import capture as capture_rng
+from syncprims.training.rng import restore as restore_rng
+
+from . import filesystem, integrity, stateful
+from .async_save import Saving, finish_earlier, start_save
+from .commit import (
+    FilePlan,
+    Plan,
+    Save,
+    final_name,
+    new_token,
+    planned,
+    split_by_size,
+    temporary,
+    with_unused_names,
+)
+from .coordination import Team, check_equal, coordinate, directory_path
+from .integrity import check_file_name, read_current, refusal
+from .safetensors_file import SafetensorsFile, StoredTensor, byte_size, write_safetensors
+from .stateful import State, Stateful, split_state, state_of
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from .commit import Place, Tensors
+
+MANIFEST = "checkpoint.json"  #: not ``*.index.json``, which readers of weights look for
+_FORMAT = 1
+_LARGE = 64 << 20  # bytes from which on the tensors of an object are worth splitting among ranks
+_LARGEST = 5_000_000_000  # bytes in a file
+#: How a state's files end. A model that is saved to the same directory has no such file.
+_ENDING = ".state.safetensors"
+_STATE_FILE = re.compile(r".+\.state(?:-\d{5,}-of-\d{5,})?(?:\.v\d+)?\.safetensors")
+
+
+# -- the manifest ---------------------------------------------------------------------------------
+
+
+class SavedState(NamedTuple):
+    """The saved state of one object: its tree without tensors, and the files with the tensors."""
+
+    tree: Any
+    files: list[str]
+
+
+class Manifest(NamedTuple):
+    """Everything that a checkpoint holds except the tensors."""
+
+    step: int | None
+    objects: dict[str, SavedState]  #: the same for all ranks
+    ranks: list[SavedState]  #: of the rank objects, by rank
+    files: dict[str, str]  #: the digest of each file
+
+    def dump(self) -> bytes:
+        """Return the file's content."""
+        return integrity.dump_sealed({"format": _FORMAT, **self._asdict()})
+
+
+def read_manifest(directory: str) -> Manifest:
+    """Return the manifest in a directory.
+
+    :raises CheckpointError: if there is none, or it is not as it was written.
+    """
+    if not filesystem.is_directory(directory):
+        raise refusal(directory, "missing", "a directory with a checkpoint", "none")
+    path = f"{directory}/{MANIFEST}"
+    document = integrity.load_sealed(path)
+    if document.get("format") != _FORMAT:
+        expected = f"format {_FORMAT}, this version's"
+        raise refusal(path, "made by another version", expected, repr(document.get("format")))
+    try:
+        files = {check_file_name(path, n): str(digest) for n, digest in document["files"].items()}
+        objects = {name: SavedState(*state) for name, state in document["objects"].items()}
+        ranks = [SavedState(*state) for state in document["ranks"]]
+        step = document["step"]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise refusal(path, "not a manifest", "its fields", repr(error)) from error
+    if not (step is None or type(step) is int):
+        raise refusal(path, "not a manifest", "a step", repr(step))
+    return Manifest(step, objects, ranks, files)
+
+
+# -- saving ---------------------------------------------------------------------------------------
+
+
+def save_state(
+    directory: str | os.PathLike[str],
+    objects: Mapping[str, Stateful],
+    *,
+    rank_objects: Mapping[str, Stateful] | None = None,
+    step: int | None = None,
+    rng: bool = True,
+    block: bool = True,
+) -> Saving:
+    """Save the objects' states so that the directory holds all of them, durably, on return.
+
+    `objects` are the same on all ranks, and main's are saved; distributed tensors (DTensor) are
+    saved whole. `rank_objects` are each rank's own, as is the state of the random numbers of
+    Python, numpy and torch (`rng`). Nothing is pickled. A save over an older one in the same
+    directory replaces it in one step; other files stay. All ranks call it, and share the writing.
+
+    With ``block=False`` it returns when everything is copied, and a thread writes it beside the
+    training: the returned handle's ``wait()`` returns when it is durable. There is at most one save
+    in progress: the next one waits for it, and raises its error if it failed.
+
+    :raises CheckpointError: on all ranks, if a rank's part fails. Then the old checkpoint still
+        stands, and nothing is left of the new one, unless the message says that it is in place.
+    :raises TypeError: if something has no ``state_dict`` and ``load_state_dict``, or `directory` is
+        neither a str nor a path.
+    :raises ValueError: if a name cannot be a file's name, or `directory` is empty.
+    """
+    return save_to(
+        directory_path(directory), objects, rank_objects or {}, step=step, rng=rng, block=block
+    )
+
+
+def save_to(
+    path: str,
+    objects: Mapping[str, Stateful],
+    rank_objects: Mapping[str, Stateful],
+    *,
+    step: int | None,
+    rng: bool,
+    block: bool,
+    on_commit: Callable[[], None] | None = None,
+) -> Saving:
+    """Save as :func:`save_state`. Then the leading rank calls ``on_commit()``."""
+    stateful.check_objects(objects, rank_objects)
+    step = None if step is None else operator.index(step)
+    doing = f"save_state to {path}"
+    finish_earlier()
+    team = Team.meet(doing, path)
+
+    def plan() -> Plan:
+        own = {
+            "rng": capture_rng() if rng else None,
+            "objects": {name: state_of(thing) for name, thing in rank_objects.items()},
+        }
+        states = {name: split_state(state_of(thing)) for name, thing in objects.items()}
+        return _plan_state(doing, team, step, states, split_state(own))
+
+    with planned(doing, team, path, plan, "have different states") as save:
+        save = save._replace(on_commit=on_commit)
+        if block:
+            save.run()
+    return Saving(path) if block else start_save(save)
+
+
+def _split(tensors: Tensors, count: int) -> list[Tensors]:
+    """Return the tensors of an object by file, so that so many ranks can share the writing."""
+    most = max(-(-byte_size(tensors.values()) // count), _LARGE)
+    return split_by_size(tensors, min(most, _LARGEST)) if tensors else []
+
+
+def _plan_state(
+    doing: str, team: Team, step: int | None, states: dict[str, State], own: State
+) -> Plan:
+    distributed = [name for name, t in own.tensors.items() if stateful.is_dtensor(t)]
+    if distributed:
+        raise TypeError(f"{distributed[0]} in rank_objects is a DTensor of all ranks")
+    groups = {
+        name + _ENDING: _split(state.tensors, len(team.ranks)) for name, state in states.items()
+    }
+
+    def complete(files: list[FilePlan], ranks: list[Any], place: Place) -> Save:
+        count = len(files)
+        rank_files = [FilePlan(f"rank-{n:05d}{_ENDING}", n, {}) for n in range(len(ranks))]
+        files = with_unused_names([*files, *rank_files], place)
+        unassigned = iter(file.name for file in files)
+        objects = {
+            name: SavedState(state.tree, [next(unassigned) for _ in groups[name + _ENDING]])
+            for name, state in states.items()
+        }
+        rank_states = [
+            SavedState(json.loads(tree), [name] if has_tensors else [])
+            for (tree, has_tensors), name in zip(ranks, unassigned, strict=True)
+        ]
+        mine = count + team.number
+        files[mine] = files[mine]._replace(tensors=own.tensors)
+        used = {name for _, names in rank_states for name in names}
+        files = [*files[:count], *(file for file in files[count:] if file.name in used)]
+        return Save(
+            doing, team, place, files,
+            lambda path, tensors: write_safetensors(path, tensors, {}),
+            (MANIFEST,), MANIFEST,
+            lambda digests: Manifest(step, objects, rank_states, digests).dump(),
+            lambda name: _STATE_FILE.fullmatch(name) is not None,
+        )  # fmt: skip
+
+    return Plan([*states], groups, [json.dumps(own.tree), bool(own.tensors)], complete)
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+class Loaded(NamedTuple):
+    """What :func:`load_state` returns."""
+
+    path: str
+    step: int | None  #: as it was saved
+    world_size: int  #: of the run that saved it
+
+
+def load_state(
+    directory: str | os.PathLike[str],
+    objects: Mapping[str, Stateful],
+    *,
+    rank_objects: Mapping[str, Stateful] | None = None,
+    rng: bool = True,
+    strict: bool = True,
+    any_world_size: bool = False,
+) -> Loaded:
+    """Load the objects' states, after every rank has checked that all is as it was saved.
+
+    The training then continues bit for bit as if it had not been interrupted. The names must be
+    those that were saved; without `strict`, names that are only on one side are ignored. The rank
+    objects and random numbers are only loaded by as many ranks as saved them. Any other number of
+    ranks is an error, or, with `any_world_size`, leaves those unchanged. DTensors are redistributed
+    for the ranks that load. All ranks call it. No code in a checkpoint is run.
+
+    :raises CheckpointError: on all ranks, naming the file, what was expected and what was found;
+        or the ranks that found a different checkpoint. Then no object is changed, unless one of
+        them refuses its state: the message says so.
+    :raises TypeError: for objects as :func:`save_state`.
+    :raises ValueError: for names as :func:`save_state`.
+    """
+    own = rank_objects or {}
+    stateful.check_objects(objects, own)
+    path = directory_path(directory)
+    doing = f"load_state from {path}"
+    finish_earlier()
+    team = Team.meet(doing)
+
+    saved = Manifest(None, {}, [], {})
+
+    def read_states() -> tuple[dict[str, Any], Any]:
+        here, count = len(team.ranks), len(saved.ranks)
+        if count != here and not any_world_size:
+            file = f"{path}/{MANIFEST}"
+            raise CheckpointError(
+                f"{file}: saved by {count} ranks, and here are {here}: the random numbers and "
+                f"objects of each rank do not fit. Start {count} ranks, or pass "
+                f"any_world_size=True: then the ranks go on with their own.",
+                path=file,
+            )
+        with contextlib.ExitStack() as stack:
+            reader = _StateReader(path, saved, strict, stack, {})
+            states = reader.common_states(objects)
+            if count != here:
+                return states, None
+            own_states, rng_state = reader.rank_states(own, team.number, rng)
+            return {**states, **own_states}, rng_state
+
+    def read() -> tuple[dict[str, Any], Any]:
+        nonlocal saved
+        saved, digests = coordinate(
+            doing, lambda: read_manifest(path), lambda manifest: integrity.digest(manifest.dump())
+        )
+        check_equal(
+            doing, team.ranks, digests, "have found a different checkpoint",
+            "Every rank loads the same one: pass the same directory, and the same step; where "
+            "hosts have disks of their own, copy the checkpoint to each.",
+        )  # fmt: skip
+        return coordinate(doing, read_states, lambda _: None)[0]
+
+    def was_replaced() -> bool:  # all ranks ask: an error is one of all
+        return any(coordinate(doing, lambda: read_manifest(path) != saved)[1])
+
+    states, rng_state = read_current(path, read, was_replaced)
+    coordinate(doing, lambda: _load_into(path, {**objects, **own}, states, rng_state))
+    return Loaded(path, saved.step, len(saved.ranks))
+
+
+def _load_into(
+    path: str, objects: Mapping[str, Stateful], states: dict[str, Any], rng_state: Any
+) -> None:
+    """Load the states into the objects, and the random numbers last."""
+    what = ""
+    try:
+        for name, state in states.items():
+            what = f"object {name!r} refuses its state"
+            stateful.load_into(objects[name], state)
+        what = "the random numbers cannot be restored"
+        if rng_state is not None:
+            restore_rng(rng_state)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: {what}: {type(error).__name__}: {error}. Objects before it have been loaded: "
+            f"do not go on with them.",
+            path=path,
+        ) from error
+
+
+class _StateReader(NamedTuple):
+    """Reads and checks a checkpoint without changing an object."""
+
+    path: str
+    manifest: Manifest
+    strict: bool
+    stack: contextlib.ExitStack  #: closes the files
+    files: dict[str, SafetensorsFile]  #: those that are open, and have been checked
+
+    def common_states(self, objects: Mapping[str, Stateful]) -> dict[str, Any]:
+        """Return the states of the objects that are the same on all ranks."""
+        states: dict[str, Any] = {}
+        for name in self._common_names(objects, self.manifest.objects):
+            targets = stateful.dtensors_of(objects[name])
+            states[name] = self._state(name, self.manifest.objects[name], targets)
+            stateful.check_fits(self.path, name, objects[name], states[name])
+        return states
+
+    def rank_states(
+        self, objects: Mapping[str, Stateful], number: int, rng: bool
+    ) -> tuple[dict[str, Any], Any]:
+        """Return the states of one rank's own objects, and of its random numbers."""
+        saved: Any = self._state(f"of rank {number}", self.manifest.ranks[number], {})
+        if not isinstance(saved, dict) or not isinstance(saved.get("objects"), dict):
+            expected = "objects and random numbers"
+            raise refusal(f"{self.path}/{MANIFEST}", "a rank's own state", expected, repr(saved))
+        names = self._common_names(objects, saved["objects"])
+        for name in names:
+            stateful.check_fits(self.path, name, objects[name], saved["objects"][name])
+        if rng and not isinstance(saved.get("rng"), dict):
+            found = "none: saved with rng=False"
+            raise refusal(f"{self.path}/{MANIFEST}", "random numbers", "their state", found)
+        return {name: saved["objects"][name] for name in names}, saved["rng"] if rng else None
+
+    def _common_names(self, here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+        if self.strict and here.keys() != saved.keys():
+            raise refusal(
+                f"{self.path}/{MANIFEST}", "objects",
+                f"{sorted(here)}, which are to be loaded", f"{sorted(saved, key=repr)}",
+            )  # fmt: skip
+        return [name for name in here if name in saved]
+
+    def _file(self, name: str) -> SafetensorsFile:
+        """Return an open file, all of which has been checked."""
+        if name not in self.files:
+            file = SafetensorsFile(f"{self.path}/{name}")
+            self.stack.callback(file.close)
+            file.check_digest(self.manifest.files[name])
+            file.read({}, check=True)
+            self.files[name] = file
+        return self.files[name]
+
+    def _state(self, name: str, saved: SavedState, targets: Mapping[str, Any]) -> Any:
+        stored: dict[str, StoredTensor] = {}
+
+        def load_tensor(key: str) -> torch.Tensor:
+            tensor = stored[key].load()
+            # A state of an optimizer is distributed as its parameter is.
+            target = targets.get(key, targets.get(".".join(key.split(".")[:2])))
+            if target is None or target.shape != tensor.shape:
+                return tensor
+            return stateful.distribute(tensor, target)
+
+        try:
+            for file in saved.files:
+                stored |= self._file(file).tensors
+            return stateful.join_state(saved.tree, load_tensor)
+        except CheckpointError:
+            raise
+        except Exception as error:  # of any kind, if the tree is damaged
+            what = f"state {name!r}"
+            raise refusal(f"{self.path}/{MANIFEST}", what, "a state", repr(error)) from error
+
+
+# -- a directory of checkpoints, one for each step ------------------------------------------------
+
+
+class Checkpoints:
+    """The checkpoints of a run: ``<directory>/step-1000``, ``step-2000`` and so on.
+
+    Each is complete, since one rename creates it. Other files in the directory are ignored.
+    Of the complete ones, the last `keep_last` are kept (all, with None); the one just saved is
+    always among them, and none is removed before that is durable.
+
+    :raises TypeError: if `keep_last` is not a whole number.
+    :raises ValueError: if `keep_last` is below 1, or `prefix` cannot begin a file's name.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        prefix: str = "step-",
+    ) -> None:
+        keep_last = None if keep_last is None else operator.index(keep_last)
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last={keep_last!r}: it takes 1 or more, or None for all")
+        if "/" in prefix or prefix.startswith(".") or "\0" in prefix:
+            raise ValueError(f"prefix={prefix!r}: it begins the name of a directory")
+        self.directory = directory_path(directory)
+        self.keep_last = keep_last
+        self.prefix = prefix
+
+    def path(self, step: int) -> str:
+        """Return the directory of a step's checkpoint, whether it exists or not."""
+        return f"{self.directory}/{self.prefix}{step}"
+
+    def steps(self) -> list[int]:
+        """Return the steps with a complete checkpoint, ascending. Not collective."""
+        pattern = re.compile(re.escape(self.prefix) + r"(0|[1-9][0-9]*)")
+        steps: list[int] = []
+        for _ in range(3):
+            names = filesystem.names(self.directory)
+            matches = [match for match in map(pattern.fullmatch, names) if match]
+            manifests = {int(m[1]): f"{self.directory}/{m[0]}/{MANIFEST}" for m in matches}
+            steps = sorted(step for step, path in manifests.items() if filesystem.exists(path))
+            if names == filesystem.names(self.directory):
+                break  # else another program may have replaced all of these
+        return steps
+
+    def latest(self) -> int | None:
+        """Return the highest step with a complete checkpoint, or None. Not collective."""
+        return max(self.steps(), default=None)
+
+    def save(
+        self,
+        step: int,
+        objects: Mapping[str, Stateful],
+        *,
+        rank_objects: Mapping[str, Stateful] | None = None,
+        rng: bool = True,
+        block: bool = True,
+    ) -> Saving:
+        """Save a step as :func:`save_state` does, then remove the oldest beyond `keep_last`.
+
+        :raises CheckpointError: on all ranks, if a rank's part fails; no older one is lost.
+        """
+        step = operator.index(step)
+        if step < 0:
+            raise ValueError(f"step={step}: steps are counted from 0")
+        return save_to(
+            self.path(step), objects, rank_objects or {},
+            step=step, rng=rng, block=block, on_commit=lambda: self._prune(step),
+        )  # fmt: skip
+
+    def load(
+        self, objects: Mapping[str, Stateful], step: int | None = None, **options: Any
+    ) -> Loaded:
+        """Load the checkpoint of a step, by default the latest. Options as of :func:`load_state`.
+
+        :raises CheckpointError: on all ranks, if there is none, or it is not as it was saved; the
+            message then names an older one, which is not loaded automatically.
+        """
+        doing = f"Checkpoints.load from {self.directory}"
+        steps: list[int] = []
+        chosen = -1
+
+        def load() -> Loaded:
+            nonlocal steps, chosen
+            steps = agreed_steps(self, doing)
+            if step is None and not steps:
+                raise CheckpointError(
+                    f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: "
+                    f"expected one, found none. Save one, or start from the beginning.",
+                    path=self.directory,
+                )
+            chosen = max(steps) if step is None else step
+            return load_state(self.path(chosen), objects, **options)
+
+        def was_replaced() -> bool:
+            return step is None and bool(steps) and chosen not in agreed_steps(self, doing)
+
+        try:
+            return read_current(self.directory, load, was_replaced)
+        except CheckpointError as error:
+            older = [other for other in steps if other < chosen]
+            if older:
+                error.args = (f"{error} The newest older one is {self.path(older[-1])}.",)
+            raise
+
+    def _prune(self, saved: int) -> None:
+        """Remove the oldest steps, and what killed saves of such steps left; log failures."""
+        if self.keep_last is None:
+            return
+        try:
+            steps = self.steps()
+            others = [step for step in steps if step != saved]
+            gone = others[: max(0, len(others) - self.keep_last + 1)]
+            for step in gone:
+                # Rename it first, so that no reader finds half of one.
+                away = f"{self.directory}/{temporary(f'{self.prefix}{step}', new_token())}"
+                filesystem.rename(self.path(step), away)
+                filesystem.remove_directory_or_log(away)
+            # Another process may be saving one of the later steps now.
+            oldest = min({*steps, saved} - {*gone})
+            for name in filesystem.names(self.directory):
+                final = final_name(name)
+                number = final.removeprefix(self.prefix)
+                whole = final.startswith(self.prefix) and number.isdecimal()
+                if whole and int(number) < oldest:
+                    filesystem.remove_directory_or_log(f"{self.directory}/{name}")
+        except OSError as error:
+            text = "could not remove older checkpoints in %s: %s"
+            filesystem.LOG.warning(text, self.directory, error)
+
+
+def agreed_steps(checkpoints: Checkpoints, doing: str) -> list[int]:
+    """Return the steps that the leading rank finds, once no save is in progress. Collective."""
+    finish_earlier()
+    team = Team.meet(doing)
+    _, steps = coordinate(doing, checkpoints.steps, lambda steps: steps if team.leads else None)
+    return cast("list[int]", steps[0])

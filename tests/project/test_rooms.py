@@ -1,0 +1,124 @@
+"""Rooms that one can remove: all that does not build on a room works without it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from project.test_architecture import SOURCES, imports, is_in, parsed
+from support import ROOT
+
+CORE = [
+    "_system", "errors", "interface", "_protocol", "_data", "_world", "_api",
+    "backends.single", "backends.threads", "backends.file",
+]  # fmt: skip
+#: The modules that import a room when they are imported themselves.
+BUILT_ON = {
+    "accelerate": set[str](),
+    "backends.torch": {"who.worlds"},
+    "c10d": {"testing.torch_worlds"},
+    "cli": {"__main__"},
+    "testing": set[str](),
+    "tracing": {"cli", "__main__"},
+    "training": {"accelerate"},
+    "who": {"cli", "__main__"},
+}
+
+_IMPORT_ALL = """
+import importlib, sys
+for name in sys.stdin.read().split():
+    importlib.import_module(name)
+"""
+_RANK = """
+import syncprims as sp
+sp.barrier("begin")
+print(sp.all_reduce(sp.get_rank()), sp.broadcast("x" * sp.get_rank(), src=1), sp.any_rank(True))
+"""
+
+
+def named(*names: str) -> set[str]:
+    return {f"syncprims.{name}" for name in names}
+
+
+def depending_on(room: str) -> set[str]:
+    """Return all modules that cannot be imported without a room: its own, and the others."""
+    found = {module for module in SOURCES if is_in(module, f"syncprims.{room}")}
+    while True:
+        more = {m for m in SOURCES if imports(m, at_import_time=True) & found} - found
+        # To import a module is to import the packages that it is in.
+        more |= {m for m in SOURCES if m.rpartition(".")[0] in found} - found
+        if not more:
+            return found
+        found |= more
+
+
+def run(source: str, copy: Path, given: str = "", **variables: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", source],
+        env={**os.environ, "PYTHONPATH": str(copy), **variables},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write(given)
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+@pytest.mark.parametrize("room", BUILT_ON)
+def test_all_else_works_without_a_room(room: str, tmp_path: Path, meeting_place: Path) -> None:
+    copy = tmp_path / "copy"
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "syncprims", copy / "syncprims", ignore=ignore)
+    shutil.copytree(ROOT / "backends", copy / "syncprims" / "backends", ignore=ignore)
+    shutil.rmtree(copy / "syncprims" / room.replace(".", "/"))
+    gone = depending_on(room)
+    assert not {m for m in gone if any(is_in(m, name) for name in named(*CORE))}
+    built_on = named(room, *BUILT_ON[room])
+    assert not {m for m in gone if not any(is_in(m, name) for name in built_on)}, "they need it"
+    left = sorted(set(SOURCES) - gone - named("testing.plugin"))  # the plugin runs already
+    importing = run(_IMPORT_ALL, copy, "\n".join(left))
+    ranks = [
+        run(
+            _RANK, copy, SYNCPRIMS_BACKEND="file", SYNCPRIMS_DIR=str(meeting_place),
+            SYNCPRIMS_RUN_ID="rooms", SYNCPRIMS_RANK=str(rank), SYNCPRIMS_WORLD_SIZE="2",
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [process.communicate()[0] for process in (importing, *ranks)]
+    assert [importing.returncode, said] == [0, ["", *["1 x True\n"] * 2]]
+
+
+def lines_of_code(name: str) -> int:
+    """Return how many lines of a folder or file hold code, and not only a comment or docstring."""
+    lines = 0
+    for module in [module for module in SOURCES if is_in(module, f"syncprims.{name}")]:
+        tree = parsed(module)
+        texts = {
+            line
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        }
+        for number, line in enumerate(SOURCES[module].read_text().splitlines(), 1):
+            lines += (
+                bool(line.strip()) and not line.lstrip().startswith("#") and number not in texts
+            )
+    return lines
+
+
+def test_the_page_says_the_sizes_of_core_and_rooms() -> None:
+    page = (ROOT / "docs/concepts/architecture.md").read_text()
+    rows = re.findall(r"^\| ([\w. ]+) \| ([\d,]+) \|", page, re.MULTILINE)
+    said = {name: int(number.replace(",", "")) for name, number in rows}
+    present = {room: lines_of_code(room) for room in BUILT_ON}
+    present["the core"] = sum(map(lines_of_code, CORE))
+    assert said.keys() == present.keys()
+    wrong = {n: (said[n], present[n]) for n in said if not 0.9 < said[n] / present[n] < 1.1}
+    assert not wrong, "what the page says, and what there is"
