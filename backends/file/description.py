@@ -7,6 +7,7 @@ content, so a damaged file harms no rank.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,6 +44,6 @@ def describe(
     :raises OSError: if there is no space for it.
     """
     if name in directory.names():
-        directory.read(name)  # checks it; the others write the same
+        os.close(directory.open_file(name, os.O_RDONLY))  # checks it; the others write the same
     else:
         directory.replace(name, json.dumps(about).encode())

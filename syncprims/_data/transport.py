@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from syncprims._protocol.rounds import RoundSequence
     from syncprims.interface import DeviceEngine, Engine, Window
 
+    Arrays = Sequence[Any]
+    Sizes = Sequence[Sequence[int]]
+    Parts = Sequence[tuple[int, memoryview]]
+
 
 class Operand(NamedTuple):
     """One array to reduce, and where its reduction goes."""
@@ -92,13 +96,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def exchange(
-        self,
-        sequence: RoundSequence,
-        parts: Sequence[Any],
-        rooms: Sequence[Any],
-        sizes: Sequence[Sequence[int]],
-    ) -> None:
+    def exchange(self, sequence: RoundSequence, parts: Arrays, rooms: Arrays, sizes: Sizes) -> None:
         """All-to-all: fill ``rooms[i]``, contiguous, with the part that member i has for this one.
 
         ``sizes[i][j]`` are the bytes from member i to member j, the same on all members.
@@ -185,13 +183,7 @@ class SharedMemoryTransport(Transport):
         longest = max([len(data), *(len(room) for _, room in reads)])
         self._pass_pieces(sequence, [(me, data)], reads, longest, members)
 
-    def exchange(
-        self,
-        sequence: RoundSequence,
-        parts: Sequence[Any],
-        rooms: Sequence[Any],
-        sizes: Sequence[Sequence[int]],
-    ) -> None:
+    def exchange(self, sequence: RoundSequence, parts: Arrays, rooms: Arrays, sizes: Sizes) -> None:
         """Fill ``rooms[i]`` with the part that member i has for this one, in pieces as `gather`."""
         me, members = sequence.index, len(rooms)
         mine, targets = [raw(flat(p)) for p in parts], [raw(flat(r)) for r in rooms]
@@ -205,12 +197,7 @@ class SharedMemoryTransport(Transport):
         self._pass_pieces(sequence, writes, reads, longest, members**2)
 
     def _pass_pieces(
-        self,
-        sequence: RoundSequence,
-        writes: Sequence[tuple[int, memoryview]],
-        reads: Sequence[tuple[int, memoryview]],
-        longest: int,
-        slots: int,
+        self, sequence: RoundSequence, writes: Parts, reads: Parts, longest: int, slots: int
     ) -> None:
         """Write the bytes of `writes`, and fill those of `reads`, in rounds of a piece of each.
 
@@ -353,13 +340,7 @@ class EngineTransport(Transport):
 
         self._between_rounds(sequence, carry)
 
-    def exchange(
-        self,
-        sequence: RoundSequence,
-        parts: Sequence[Any],
-        rooms: Sequence[Any],
-        sizes: Sequence[Sequence[int]],
-    ) -> None:
+    def exchange(self, sequence: RoundSequence, parts: Arrays, rooms: Arrays, sizes: Sizes) -> None:
         """Fill ``rooms[i]`` with the part that member i has for this one."""
         import numpy
 

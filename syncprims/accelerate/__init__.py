@@ -12,7 +12,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from . import accelerator, configuration, helpers, utils
+from . import accelerator, configuration, utils
 from . import data_loader as data_loader
 from . import state as state
 from . import tracking as tracking
@@ -24,14 +24,14 @@ from .configuration import GradScalerKwargs as GradScalerKwargs
 from .configuration import InitProcessGroupKwargs as InitProcessGroupKwargs
 from .configuration import not_offered as _not_offered
 from .data_loader import skip_first_batches as skip_first_batches
-from .helpers import debug_launcher as debug_launcher
-from .helpers import init_empty_weights as init_empty_weights
-from .helpers import init_on_device as init_on_device
-from .helpers import notebook_launcher as notebook_launcher
 from .saving import load_checkpoint_in_model as load_checkpoint_in_model
 from .state import DistributedType as DistributedType
 from .state import PartialState as PartialState
+from .utils import debug_launcher as debug_launcher
 from .utils import find_executable_batch_size as find_executable_batch_size
+from .utils import init_empty_weights as init_empty_weights
+from .utils import init_on_device as init_on_device
+from .utils import notebook_launcher as notebook_launcher
 from .utils import synchronize_rng_states as synchronize_rng_states
 
 #: The version of Accelerate whose names these are: scripts compare it with what they need.
@@ -52,8 +52,8 @@ def _add_modules(parent: ModuleType, modules: dict[str, ModuleType]) -> None:
 _add_modules(
     sys.modules[__name__],
     {
-        "big_modeling": helpers,
-        "launchers": helpers,
+        "big_modeling": utils,
+        "launchers": utils,
         "optimizer": accelerator,
         "scheduler": accelerator,
     },

@@ -28,25 +28,26 @@ def exchange(
     :raises RankMismatch: on all members, if a part does not fit into its room.
     """
     count, me = len(parts), rounds.members.index(rounds.rank)
-    head = struct.Struct(f"<{2 * count}Q")
+    form, begins = f"<{2 * count}Q", 16 * count
     own_sizes = [array.nbytes for array in (*parts, *rooms)]
     try:
         transport = DataPlane.of(rounds).transport()
         in_note = transport is None or sum(own_sizes[:count]) < LARGE
         sent = [raw(flat(part)) for part in parts] if in_note else []
         mark = Mark.INLINE if in_note else Mark.NONE
-        posted = Note(note.label, mark, b"".join([head.pack(*own_sizes), *sent]))
+        posted = Note(note.label, mark, b"".join([struct.pack(form, *own_sizes), *sent]))
     except BaseException as error:
         rounds.fail(note.label, error)
         raise
 
     def read(notes: Sequence[Note]) -> None:
-        sizes = [head.unpack_from(other.payload) for other in notes]
+        sizes = [struct.unpack_from(form, other.payload) for other in notes]
         _check_sizes(rounds, note, sizes)
         if transport is None or all(other.mark for other in notes):
             for other, row, room in zip(notes, sizes, rooms, strict=True):
-                begin = head.size + sum(row[:me])
-                raw(flat(room))[:] = other.payload[begin : begin + row[me]]
+                if row[me]:
+                    begin = begins + sum(row[:me])
+                    raw(flat(room))[:] = other.payload[begin : begin + row[me]]
         else:
             sequence = RoundSequence(rounds, note, timeout)
             transport.exchange(sequence, parts, rooms, [row[:count] for row in sizes])

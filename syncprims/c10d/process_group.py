@@ -18,7 +18,7 @@ from syncprims.errors import SyncError, WorldClosed, name_ranks
 from .exchange import exchange
 from .group_world import GroupWorld, join_group_world
 from .point_to_point import PointToPoint
-from .tensors import OutputTensors, describe, items_of
+from .tensors import OutputTensors, describe, items_of, nothing
 from .torch_internals import (
     BETWEEN,
     NAME,
@@ -88,9 +88,9 @@ class _Options(NamedTuple):
                 timeout = value
             elif isinstance(value, int):
                 root = value
-            elif hasattr(value, "timeout"):
+            elif (limit := getattr(value, "timeout", None)) is not None:
                 op, root = getattr(value, "reduceOp", op), getattr(value, "rootRank", root)
-                timeout = timeout or value.timeout
+                timeout = timeout or limit
             elif value is not None:
                 op = value
         return cls(dist.ReduceOp.SUM if op is None else op, root, timeout)
@@ -259,9 +259,9 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return None
         return seconds
 
-    def _limit(self, options: _Options) -> float | None:
+    def _limit(self, timeout: timedelta | None) -> float | None:
         """Return the timeout of one call, by default that of the group."""
-        seconds = None if options.timeout is None else self._seconds(options.timeout)
+        seconds = None if timeout is None else self._seconds(timeout)
         return self._timeout if seconds is None else seconds
 
     def _note(
@@ -335,15 +335,15 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- collectives ----------------------------------------------------------------------------
 
-    @_collective("barrier", 0)
-    def barrier(self, options: _Options) -> None:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return when every member has come."""
-        self._rounds.meet(self._note("barrier"), self._limit(options))
+        given = getattr(opts, "timeout", opts) if timeout is None else timeout
+        self._rounds.meet(self._note("barrier"), self._limit(given))
+        return finished_work()
 
-    @_collective("monitored_barrier", 0)
-    def monitored_barrier(self, options: _Options) -> None:
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Return when every member has come; all missing ones are named in any case."""
-        self._rounds.meet(self._note("monitored_barrier"), self._limit(options))
+        self._rounds.meet(self._note("monitored_barrier"), self._limit(timeout))
 
     @_collective("all_reduce")
     def allreduce(self, options: _Options, tensors: Tensors) -> None:
@@ -368,7 +368,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             plain = tensor.detach()
             if op == "premul_sum":
                 plain = plain * factor
-            ours, limit = self._op_for(note, op, tensor), self._limit(options)
+            ours, limit = self._op_for(note, op, tensor), self._limit(options.timeout)
             if tensor.is_sparse:
                 plain = plain.coalesce()
                 total = values.all_reduce(self._rounds, note, plain, ours, None, limit)
@@ -385,7 +385,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Fill the tensors with those of the root."""
         for tensor in _listed(tensors):
             note = self._note("broadcast", describe([tensor]), options.root)
-            src, limit = self._ranks[options.root], self._limit(options)
+            src, limit = self._ranks[options.root], self._limit(options.timeout)
             if options.root == self._me:
                 values.broadcast(self._rounds, note, items_of(tensor), src, None, limit)
             else:
@@ -426,7 +426,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _gather_items(
         self, note: Note, options: _Options, mine: torch.Tensor, outs: list[Any]
     ) -> None:
-        limit = self._limit(options)
+        limit = self._limit(options.timeout)
         values.gather(self._rounds, note, items_of(mine), limit, self._by_index(outs))
 
     @_collective("_all_gather_base", 2, 1)
@@ -450,8 +450,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Fill the output with the input that the root has for this rank."""
         (output,) = _listed(outputs)
         note = self._note("scatter", describe([output]), options.root)
-        nothing = items_of(output.new_empty(0))
-        rooms, parts = [[nothing] * len(self._ranks) for _ in range(2)]
+        rooms, parts = [[nothing()] * len(self._ranks) for _ in range(2)]
         if options.root == self._me:
             given = _nested(inputs)
             self._check(note, output, given)
@@ -466,8 +465,8 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         for parts, output in _pairs(inputs, outputs):
             note = self._note("reduce_scatter", describe(parts), None, op)
             self._check(note, output, parts, of_size=[self._me])
-            parts = [items_of(one) for one in parts]
-            self._reduce_scatter(note, options, output, parts, op, factor)
+            items = [items_of(one) for one in parts]
+            self._reduce_scatter(note, options, output, _scaled(items, factor), op)
 
     @_collective("_reduce_scatter_base", 2, 1)
     def reduce_scatter_single(self, options: _Options, outputs: Any, inputs: Any) -> None:
@@ -476,24 +475,16 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         for output, mine in zip(_listed(outputs), _listed(inputs), strict=True):
             note = self._note("reduce_scatter_tensor", describe([mine]), None, op)
             self._check_whole(note, output, mine)
-            parts = self._parts(items_of(mine))
-            self._reduce_scatter(note, options, output, parts, op, factor)
+            items = self._parts(items_of(mine))
+            self._reduce_scatter(note, options, output, _scaled(items, factor), op)
 
     reduce_scatter_single_coalesced = reduce_scatter_single
 
     def _reduce_scatter(
-        self,
-        note: Note,
-        options: _Options,
-        output: torch.Tensor,
-        parts: list[Any],
-        op: str,
-        factor: Any,
+        self, note: Note, options: _Options, output: torch.Tensor, parts: list[Any], op: str
     ) -> None:
-        if op == "premul_sum":
-            parts = [part * factor for part in parts]
         op, own = self._op_for(note, op, output), parts[self._me]
-        rooms = [empty_array(own, len(own), own.dtype) for _ in parts]
+        rooms = list(empty_array(own, (len(parts), len(own)), own.dtype))
         self._exchange(note, options, parts, rooms)
         with OutputTensors(output) as (out,):
             combine(self._by_index(rooms), op, out)
@@ -534,7 +525,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, note: Note, options: _Options, parts: Sequence[Any], rooms: Sequence[Any]
     ) -> None:
         parts, rooms = self._by_index(parts), self._by_index(rooms)
-        exchange(self._rounds, note, parts, rooms, self._limit(options))
+        exchange(self._rounds, note, parts, rooms, self._limit(options.timeout))
 
     # -- point to point -------------------------------------------------------------------------
 
@@ -589,6 +580,11 @@ def _flattened(tensors: Any) -> list[Any]:
     if not isinstance(tensors, list | tuple):
         return [tensors]
     return [tensor for part in tensors for tensor in _flattened(part)]
+
+
+def _scaled(parts: list[Any], factor: Any) -> list[Any]:
+    """Return the parts of a pre-multiplied sum; the very parts, if there is no factor."""
+    return parts if factor is None else [part * factor for part in parts]
 
 
 def _pairs(lists: Any, tensors: Any) -> list[tuple[list[Any], Any]]:

@@ -42,6 +42,12 @@ def items_of(tensor: torch.Tensor) -> Any:
     return flat(plain if plain.device.type == "cpu" else plain.cpu())
 
 
+@functools.cache
+def nothing() -> Any:
+    """Return the items of a tensor that has none."""
+    return items_of(torch.empty(0, dtype=torch.uint8))
+
+
 class OutputTensors:
     """Tensors that a call fills: their :attr:`items` first, in the host's memory.
 

@@ -146,7 +146,7 @@ class Options:
     # fmt: off
     ranks: int | None = _option(number(int, 1, "a number of ranks"), RANKS,
         "how many ranks to start; with several nodes, on each (default: one for each of --gpus)",
-        "N", ("-n",), example="4")
+        "N", ("-n", "-np"), example="4")
     max_restarts: int | None = _option(number(int, 0, "a number of restarts"), RANKS,
         "how often to start all ranks again after one has failed (default: 0)", "N", example="0")
     backend: str | None = _option(word, BACKEND,

@@ -122,7 +122,8 @@ class Sink:
     def write(self, source: Source | None, lines: list[bytes]) -> None:
         """Write complete lines of `source`, or of the launcher itself."""
         prefix, screen = _prefix(source), self._screen
-        data = b"".join(b"%b%b\n" % (prefix, line) for line in lines)
+        # A line of `get_logger` begins with the rank already.
+        data = b"".join(b"%b%b\n" % (prefix, line.removeprefix(prefix)) for line in lines)
         if screen.owner is None:
             pass
         elif screen.owner is source and data.startswith(screen.text):

@@ -122,7 +122,10 @@ def _size(options: Options, gpus: tuple[str, ...] | None) -> tuple[int, int]:
     if ranks is None and gpus not in (None, ("all",)):
         ranks = len(gpus or ())
     if ranks is None:
-        raise ConfigurationError("how many ranks? say it with -n, as in `syncprims run -n 4 ...`")
+        raise ConfigurationError(
+            "the number of ranks is missing: give -n before the script, as in `syncprims run -n 4 "
+            "train.py`. What follows the script belongs to the script"
+        )
     return ranks, nodes
 
 

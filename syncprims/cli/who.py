@@ -70,10 +70,11 @@ def run(options: argparse.Namespace) -> int:
         while (reports := observation.look()) or not watched:
             code = _code(reports)
             lines = _json(reports) if options.json else _text(reports, observation.refused, style)
-            if watched and not options.json:  # on a terminal in place of the lines before
-                lines = ["\033[H\033[2J", *lines] if style.is_terminal else [*lines, ""]
-            if lines:
-                print("\n".join(lines), flush=True)  # noqa: T201
+            text = "\n".join(lines)
+            if watched and not options.json:  # on a terminal in place of the text before
+                text = "\033[H\033[2J" + text if style.is_terminal else text + "\n"
+            if text:
+                print(text, flush=True)  # noqa: T201
             if not watched:
                 break
             time.sleep(pause)

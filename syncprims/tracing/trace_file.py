@@ -209,21 +209,14 @@ class Recorder:
 
     def _facts(self) -> dict[str, Any]:
         """Return the facts of the whole record that stand in each segment."""
-        top = self.topology
         host = os.uname().nodename
         return {
-            "rank": top.rank,
-            "world_size": top.world_size,
-            "local_rank": top.local_rank,
-            "node_rank": top.node_rank,
+            "rank": self.topology.rank,
+            "world_size": self.topology.world_size,
             "host": host[:80],
-            "pid": os.getpid(),
-            "run": self.run[:120],
-            "run_id": None if top.run_id is None else top.run_id[:120],
             "clock": f"virtual-{os.getpid()}" if self.virtual else _clock(host)[:160],
             "wall": self._started[0],
             "monotonic": self._started[1],
-            "kept": self._most,
         }
 
     def _stop(self, error: BaseException) -> None:

@@ -17,6 +17,7 @@ import os
 import re
 import stat
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,9 @@ if TYPE_CHECKING:  # in the sources, that package is the folder backends/
     from collections.abc import Generator, Mapping, Sequence
 
     from backends.file import description, liveness, memory, private_dir
-    from backends.torch import host_state
     from syncprims.interface import Settings, State
 else:
     from syncprims.backends.file import description, liveness, memory, private_dir
-    from syncprims.backends.torch import host_state
 
 _BOARD = re.compile(r"board-[0-9a-f]{16}(-here)?")
 _WORLD = re.compile(r"/syncprims-[^/]+/world-[1-9][0-9]{0,8}")
@@ -203,11 +202,13 @@ class WorldReader:
 
     def _report(self, name: str, count: int, number: int) -> dict[str, Any]:
         """Return what this host knows of the others that it waits for in this round."""
+        # Only such a backend has several hosts.
+        host_state: Any = import_module("syncprims.backends.torch.host_state")
         try:
             with self._opened(name + host_state.OF_HOST) as fd:
                 if memory.read_header(fd)[0] == host_state.MAGIC:
                     of, report = host_state.read_report(_copy(fd, os.fstat(fd).st_size), count)
-                    return report if of == number else {}
+                    return dict(report) if of == number else {}
         except FileNotFoundError:
             pass
         return {}

@@ -132,17 +132,16 @@ def test_infinite_seconds_are_valid_json() -> None:
     assert json.loads(json.dumps(found, allow_nan=False))["variables"]["SYNCPRIMS_STRICT"] == "1"
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_colour_is_for_terminals_that_want_it() -> None:
-    assert Style(Terminal(), {})("red", "no") == "\033[31mno\033[0m"
-    assert Style(Terminal(), {"NO_COLOR": "1"})("red", "no") == "no"
-    assert Style(Terminal(), {"NO_COLOR": ""})("red", "no") == "\033[31mno\033[0m"
-    assert Style(Terminal(), {"TERM": "dumb"})("red", "no") == "no"
-    assert Style(io.StringIO(), {})("red", "no") == "no"
+def test_colour_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    assert Style(stream, {})("red", "no") == "no"
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    coloured = "\033[31mno\033[0m"
+    for environ, text in (
+        ({}, coloured), ({"NO_COLOR": ""}, coloured), ({"NO_COLOR": "1"}, "no"),
+        ({"TERM": "dumb"}, "no"),
+    ):  # fmt: skip
+        assert Style(stream, environ)("red", "no") == text
 
 
 def test_what_is_called_like_ours_and_read_by_nobody_is_shown() -> None:

@@ -86,6 +86,13 @@ def test_lines_come_in_the_order_of_the_ranks_turns(launches: Launches) -> None:
         assert ranks == [f"[rank {rank}] {step}" for rank in range(4)], step
 
 
+def test_a_line_that_begins_with_its_rank_has_no_second_prefix(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    screen.pipe(3).write(b"[rank 3] as of get_logger\n[rank 1] of another\n")
+    screen.start()
+    assert screen.end() == "[rank 3] as of get_logger\n[rank 3] [rank 1] of another\n"
+
+
 def test_a_line_is_shown_before_the_next_one_comes(tmp_path: Path) -> None:
     screen = Screen(tmp_path)
     out, err = screen.pipe(1), screen.pipe(1, errors=True)

@@ -40,6 +40,7 @@ SAME: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("-n", "2", "--gpu_ids", "0,1"), ("-n", "2", "--gpus", "0,1")),
     (("-n", "2", "--num_cpu_threads_per_process=3"), ("-n", "2", "--threads", "3")),
     (("-n", "2", "--mixed_precision", "bf16"), ("-n", "2", "--mixed-precision=bf16")),
+    (("-np", "2"), ("-n", "2")),
     (("-n", "2", "--module"), ("-n", "2", "-m")),
     (("-n", "2", "--machine_rank", "0"), ("-n", "2", "--node-rank", "0")),
 ]
@@ -62,7 +63,8 @@ def test_what_follows_the_script_is_its_own(before: list[str], own: list[str]) -
 
 
 WRONG: list[tuple[list[str], dict[str, str], list[str]]] = [
-    (["train.py"], {}, ["how many ranks", "-n 4"]),
+    (["train.py"], {}, ["the number of ranks is missing", "-n 4"]),
+    (["train.py", "-n", "2"], {}, ["give -n before the script"]),
     (["-n", "2"], {}, ["nothing to run"]),
     (["--rank", "2", "x"], {}, ["--rank;", "did you mean --ranks?"]),
     (["--bogus", "x"], {}, ["there is no flag --bogus; `syncprims run --help`"]),

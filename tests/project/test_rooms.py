@@ -21,7 +21,7 @@ CORE = [
 #: The modules that import a room when they are imported themselves.
 BUILT_ON = {
     "accelerate": set[str](),
-    "backends.torch": {"who.worlds"},
+    "backends.torch": set[str](),
     "c10d": {"testing.torch_worlds"},
     "cli": {"__main__"},
     "testing": set[str](),

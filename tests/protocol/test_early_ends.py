@@ -216,13 +216,8 @@ def test_another_program_of_the_same_launcher_is_not_the_rank(
     assert [one.code for one in scripts.wait(run)] == [0, 0, 0]
 
 
-@needs_torch
-@pytest.mark.parametrize("backend", ["file", "torch"])
-def test_ranks_of_torchrun_record_their_own_end(
-    launches: Launches, meeting_place: Path, backend: str
-) -> None:
-    launches.write("if is_main(): barrier('saved')\n")
-    begin = time.monotonic()
+def torchrun(launches: Launches, backend: str, meeting_place: Path) -> str:
+    """Return what two ranks under torchrun, of which one fails, write to stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          str(launches.script)],
@@ -230,9 +225,20 @@ def test_ranks_of_torchrun_record_their_own_end(
         capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 1
+    return done.stderr
+
+
+@needs_torch
+@pytest.mark.parametrize("backend", ["file", "torch"])
+def test_ranks_of_torchrun_record_their_own_end(
+    launches: Launches, meeting_place: Path, backend: str
+) -> None:
+    launches.write("if is_main(): barrier('saved')\n")
+    begin = time.monotonic()
+    said = torchrun(launches, backend, meeting_place)
     assert time.monotonic() - begin < 120
-    assert "before its first call, while rank 0 is in barrier 'saved'" in done.stderr
-    assert "rank 1 ended" in done.stderr
+    assert "before its first call, while rank 0 is in barrier 'saved'" in said
+    assert "rank 1 ended" in said
 
 
 @needs_torch
@@ -240,14 +246,8 @@ def test_a_rank_that_has_joined_at_a_store_has_made_a_call(
     launches: Launches, meeting_place: Path, tmp_path: Path
 ) -> None:
     launches.write(GIVES_UP.format(sign=str(tmp_path / "given up")) + "barrier('saved')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(launches.script)],
-        env={**launches.environ, "SYNCPRIMS_BACKEND": "torch", "SYNCPRIMS_DIR": str(meeting_place)},
-        capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "rank 1 joined and ended" in done.stderr
+    said = torchrun(launches, "torch", meeting_place)
+    assert "rank 1 joined and ended" in said
 
 
 def test_a_world_of_one_leaves_no_record(tmp_path: Path) -> None:

@@ -317,23 +317,6 @@ def test_a_long_wait_says_whom_it_waits_for(world: Ranks, signs: Signs) -> None:
         )
 
 
-@several(2)
-def test_a_stopped_rank_is_not_dead(world: Ranks) -> None:
-    if world.kind.backend != "file":
-        pytest.skip("a stopped rank may hold this backend's one lock")
-
-    def program() -> Any:
-        pid = sp.all_gather(os.getpid())[1]
-        if sp.get_rank() == 1:
-            return sp.all_gather("awake")
-        os.kill(pid, 19)
-        time.sleep(0.3)  # long enough for a verdict, were there one
-        os.kill(pid, 18)
-        return sp.all_gather("awake")
-
-    assert world.run(program) == [["awake", "awake"]] * 2
-
-
 @in_processes
 def test_the_environments_timeout_is_the_default(world: Ranks, tmp_path: Path) -> None:
     late = tmp_path / "late"

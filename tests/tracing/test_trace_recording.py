@@ -343,6 +343,20 @@ def test_without_a_trace_nothing_of_it_is_loaded() -> None:
     assert not {"syncprims.tracing", "mmap"} & loaded
 
 
+def test_an_installation_without_the_room_of_traces_says_so(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['syncprims.tracing'] = None; import syncprims; syncprims.init()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**clean_environ(), "SYNCPRIMS_TRACE": str(tmp_path)},
+    )
+    said = f"ConfigurationError: SYNCPRIMS_TRACE={tmp_path} asks for a trace, and this installation"
+    assert said in done.stderr
+    assert "unset SYNCPRIMS_TRACE" in done.stderr
+
+
 def trace_command(*args: object) -> subprocess.CompletedProcess[str]:
     """Run ``syncprims trace`` into pipes."""
     return subprocess.run(

@@ -125,13 +125,14 @@ def _open_current(
 
     def open_all() -> dict[str, Stored]:
         nonlocal found
+        found = "", None
         found = find()
         with contextlib.ExitStack() as opened:
             weights = _open_weights(found[0], opened, follow, check)
             files.push(opened.pop_all())
         return weights
 
-    return read_current(path, open_all, lambda: find() != found)
+    return read_current(path, open_all, lambda: found[0] != "" and find() != found)
 
 
 def _open_weights(
