@@ -227,10 +227,11 @@ def _group_rounds(run: TraceRun, group: int, members: tuple[int, ...]) -> GroupR
     # If a member never arrived, all waited for that one until the round failed, or to the end.
     blamed = absent | (failed[:, None] & gone)
     never = blamed.any(axis=1)
-    arrival = np.where(np.isnan(posted), -np.inf, posted)
-    ended = np.where(np.isnan(until), -np.inf, until)
-    late: NDArray[Any] = np.where(never, blamed.argmax(axis=1), arrival.argmax(axis=1))
-    last: NDArray[Any] = np.where(never, ended.max(axis=1), arrival.max(axis=1))
+    arrival: NDArray[Any] = np.where(np.isnan(posted), -np.inf, posted)
+    ended: NDArray[Any] = np.where(np.isnan(until), -np.inf, until)
+    late: NDArray[Any] = arrival.argmax(axis=1)
+    last: NDArray[Any] = arrival.max(axis=1)
+    late[never], last[never] = blamed.argmax(axis=1)[never], ended.max(axis=1)[never]
     waited = np.fmax(np.fmin(until, last[:, None]) - since, 0.0)
     waited = np.where(np.isnan(until), 0.0, waited)
     rows = np.arange(len(numbers))
@@ -247,7 +248,8 @@ def _late_arrivals(run: TraceRun, groups: list[GroupRounds]) -> list[LateArrival
     """Return one entry for every rank that was late at a call, over all groups."""
     totals: dict[tuple[int, int], tuple[int, NDArray[Any], float]] = {}
     for rounds in groups:
-        for late, call in {*zip(rounds.late.tolist(), rounds.call.tolist(), strict=True)}:
+        pairs: list[tuple[int, int]] = np.stack([rounds.late, rounds.call], axis=1).tolist()
+        for late, call in {(late, call) for late, call in pairs}:
             if late >= 0:
                 at = np.flatnonzero((rounds.late == late) & (rounds.call == call))
                 key = rounds.members[late], call

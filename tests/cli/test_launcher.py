@@ -12,7 +12,7 @@ import sys
 import termios
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pytest
 from support.launches import Launches, await_condition, command, find_processes
@@ -26,9 +26,16 @@ def launches(tmp_path: Path) -> Launches:
     return Launches(tmp_path / "job.py")
 
 
-def call(launches: Launches, line: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.run(line, env=launches.environ, timeout=60, check=False, **options)
+def call(
+    launches: Launches,
+    line: list[str],
+    cwd: Path | None = None,
+    stdout: IO[bytes] | int = subprocess.PIPE,
+    stderr: IO[bytes] | int = subprocess.PIPE,
+) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        line, env=launches.environ, cwd=cwd, stdout=stdout, stderr=stderr, timeout=60, check=False
+    )
 
 
 def test_ranks_meet_and_their_lines_are_prefixed(launches: Launches) -> None:
@@ -163,7 +170,9 @@ def test_a_full_disk_behind_the_launcher_stops_nobody_and_is_told(
     launches.write(source)
     line = command("-n", "2", str(launches.script), str(tmp_path / "done"))
     with Path("/dev/full").open("wb") as full:
-        ended = call(launches, line, **{stream: full})
+        pipe = subprocess.PIPE
+        streams = (full, pipe) if stream == "stdout" else (pipe, full)
+        ended = call(launches, line, None, *streams)
     assert (ended.returncode, (tmp_path / "done").read_text()) == (1, "..")
     if stream == "stdout":
         told = "all ranks succeeded, but their output is lost: No space left on device"

@@ -515,10 +515,10 @@ class DerivedFromIt(WithArguments):
 
 @alone
 def test_a_loader_may_have_a_constructor_with_other_arguments(world: Ranks) -> None:
-    for of in (WithArguments, DerivedFromIt):
-        assert world.run(lambda of=of: items(list(prepare_data_loader(of(4))))) == [
-            [[0, 1], [2, 3]]
-        ]
+    def program() -> list[Any]:
+        return [items(list(prepare_data_loader(of(4)))) for of in (WithArguments, DerivedFromIt)]
+
+    assert world.run(program) == [[[[0, 1], [2, 3]]] * 2]
 
 
 @alone
