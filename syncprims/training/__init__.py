@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from syncprims.errors import CheckpointError, install
+from syncprims.errors import CheckpointError
+from syncprims.errors import install as _install
 
 if find_spec("torch") is None:
-    raise ImportError(f"syncprims.training needs torch: {install('torch')}")
+    raise ImportError(f"syncprims.training needs torch: {_install('torch')}")
 
 
 from .accumulation import Accumulator, join_uneven_inputs
