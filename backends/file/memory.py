@@ -204,7 +204,7 @@ def map_file(
             _allocate(fd, size)
             os.pwrite(fd, _HEADER.pack(magic, count), 0)
         found = read_header(fd)
-        # To touch what is missing from a file that was cut off would kill the process.
+        # Access to mapped memory beyond the end of a truncated file kills the process.
         if found != (magic, count) or os.fstat(fd).st_size != size:
             raise _unusable(directory.path / name, magic, count, found[0])
         return mmap.mmap(fd, size)

@@ -204,7 +204,8 @@ def _own_address(towards: str) -> str:
     """Return this host's address on the route to another; nothing is sent."""
     address = _address_towards(towards)
     if _is_loopback(address) and not _is_loopback(towards):
-        # It is this host, by a name that others cannot use: then its address to the world.
+        # The name means this host and resolves to a loopback address, which other hosts cannot
+        # reach: use the address of the default route.
         with contextlib.suppress(OSError):
             return _address_towards(_ELSEWHERE)
     return address

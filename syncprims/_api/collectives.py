@@ -2,7 +2,7 @@
 
 Each collective calls the method of the same name, so that a :class:`~syncprims.Group` and the
 module can never differ. `timeout` is in seconds or a `timedelta`; None is the world's default.
-`group` is by default the one whose ``with`` block this is, else all ranks.
+`group` is by default the group of the innermost ``with`` block, or all ranks outside of one.
 
 Every call that waits for other ranks raises `CollectiveMismatch` if they make another call,
 `SyncTimeout` if they do not come within `timeout`, `PeerLost` if one of them dies, and

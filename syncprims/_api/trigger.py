@@ -137,8 +137,8 @@ class Trigger:
     def set_on_signal(self, signum: int | None = None) -> None:
         """Make `signum` (by default SIGTERM) set the flag instead of ending this process.
 
-        Signals within 2 seconds are one: a launcher and the system may each send it to every
-        process of a job. A later one has the effect that it had before.
+        Further signals within 2 seconds are ignored, because a launcher and the system may each
+        send it to every process of a job. A later one has the effect that it had before.
 
         The launcher kills a process that does not end in time: torchrun 30 s after SIGTERM, SLURM
         after `KillWait` (30 s), Open MPI a second after it.

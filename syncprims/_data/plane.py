@@ -155,9 +155,10 @@ class DataPlane:
             if len(self._described) > _MOST_KNOWN:
                 self._described.clear()
                 self._layouts.clear()
-            layout = self._described[data] = read_layout(data, self.count)
+            layout = read_layout(data, self.count)
             if self.is_small(layout):  # then each member's slot has one place, whatever is in it
                 layout.spread(self._small_slot)
+            self._described[data] = layout  # complete: an exception may come anywhere
         return layout
 
     def keep(self, key: Hashable, call: T) -> T:

@@ -262,8 +262,8 @@ def detached(value: Any) -> Any:
 def combine(parts: Sequence[Any], op: str, out: Any) -> None:
     """Fill `out` with the reduction of `parts`, item by item, in their order.
 
-    All are numpy arrays, or all are tensors. Half precision is added up in single: rounded once,
-    and a mean cannot overflow on its way.
+    All are numpy arrays, or all are tensors. Half precision is summed in single precision. So the
+    result is rounded once, and the sum under a mean cannot overflow.
     """
     if not hasattr(out.dtype, "kind"):  # a tensor
         flattened = [flat(part) for part in parts]

@@ -41,7 +41,8 @@ def threads_that_may_call() -> set[int]:
 
 def busy_threads() -> set[int]:
     """Return the identifiers of the other threads that have something to do."""
-    # First the work, then where the threads are: one that takes work in between is seen at it.
+    # The queues are read before the positions: a thread that takes work in between is then seen
+    # working.
     with_work = _threads_with_work(threading.enumerate())
     idle = look_at_threads(_is_idle)
     busy = {ident for ident, is_idle in idle.items() if ident in with_work or not is_idle}

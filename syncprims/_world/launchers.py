@@ -495,7 +495,8 @@ def _is_inside(
     environ: Mapping[str, str], inner: Launcher, a: Topology, outer: Launcher, b: Topology
 ) -> bool:
     """Return whether `inner` was clearly started by a task of `outer`, and started this process."""
-    if inner is _SLURM:  # it starts daemons of others; and PMI's variables of one, in its shells
+    # SLURM starts daemons of other launchers, and its shells have the PMI variables of one task.
+    if inner is _SLURM:
         return b.world_size == 1 and outer is _MPICH
     has_agent = inner.agent in environ  # then its variables were not set by hand
     if outer in (_OURS, _TORCHRUN):  # which start ranks, and no other launchers in several tasks

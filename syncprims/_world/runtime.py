@@ -191,7 +191,7 @@ def shutdown() -> None:
 
 
 def get_active_group(timeout: float | timedelta | None = None) -> Group:
-    """Return the group whose ``with`` block this is, else that of all ranks."""
+    """Return the group of the innermost ``with`` block, or that of all ranks outside of one."""
     # Every call comes here, and few programs have such a group: the name is looked up first.
     if _C10D in _modules and _get_process_group() is not _state.process_group():
         _check_process_group(_state)

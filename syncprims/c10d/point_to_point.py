@@ -1,9 +1,9 @@
 """Sends and receives: each direction and tag between two ranks is a board of these two.
 
 A tensor travels in pieces, each of them a round. The sender may be some rounds ahead, so a send is
-over when all of its pieces are posted, and its tensor may be changed. What finds no room waits in a
-queue, and every later wait of this rank goes on with it: in a collective, in another transfer, in a
-store. So no rank waits forever for a transfer that the other side has started.
+over when all of its pieces are posted, and its tensor may be changed. A piece that does not
+fit waits in a queue. Every later wait of this rank, in a collective, a transfer or a store, also
+sends from that queue. So no rank waits forever for a transfer that the other side has started.
 """
 
 from __future__ import annotations

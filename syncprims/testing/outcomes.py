@@ -227,7 +227,7 @@ def trim_stack(stack: Sequence[str]) -> list[str]:
 def results_of(run: WorldRun, replay: str) -> list[Any]:
     """Return the result of each rank, or raise why there is none; `replay` is noted on errors.
 
-    The run has its errors no more then. The frames of an error refer to the run: in a cycle, they
+    The errors are removed from the run. The frames of an error refer to the run, and such a cycle
     would keep all variables until the garbage collector runs.
     """
     __tracebackhide__ = True

@@ -310,7 +310,7 @@ class Scheduler:
         threading.Thread(target=self.pass_on, name=_HELPER, daemon=True).start()
 
     def _give_up(self, turn: _Turn) -> bool:
-        """Return whether this thread has the turn; then it has it no more, and must pass it on."""
+        """Take the turn from this thread; return whether it had it and must pass it on."""
         with self._passing:
             if self._holder is not turn or self.aborted:
                 return False

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from syncprims import errors
 from syncprims.errors import CheckpointError
+from syncprims.errors import install as _install
 
 if find_spec("torch") is None:
-    raise ImportError(f"syncprims.training needs torch: {errors.install('torch')}")
+    raise ImportError(f"syncprims.training needs torch: {_install('torch')}")
+
 
 from .accumulation import Accumulator, join_uneven_inputs
 from .checkpoints import (

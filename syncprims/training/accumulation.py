@@ -45,7 +45,7 @@ class Accumulator:
     window holds fewer.
 
     A plain ``loss.backward()`` averages over the ranks, too, except in a block that closes no
-    window. It is not counted, nor scaled.
+    window. It does not count as a micro-batch, and its loss is not scaled.
 
     :raises ValueError: if `steps` is not positive; TypeError if it is not a whole number.
     """

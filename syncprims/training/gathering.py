@@ -76,10 +76,10 @@ def gather_for_metrics(
 ) -> Any:
     """Return what :func:`gather` does, without items that only pad the last batches. Collective.
 
-    The first `real` items are no padding; None stands for all. Objects other than tensors are
-    gathered into a list of all ranks' objects; lists and tuples, of an object for each item, are
-    concatenated. If an item is `single`, all that a rank passes belongs to it, and the items are as
-    many ranks.
+    Only the first `real` items are kept; None keeps all. Objects other than tensors are gathered
+    into a list of all ranks' objects. Lists and tuples have an object for each item, and are
+    concatenated. With `single`, all that a rank passes counts as one item, so
+    `real` then counts ranks.
 
     :raises TypeError: on several ranks, for a list or tuple of tensors and other objects: these are
         not the items.

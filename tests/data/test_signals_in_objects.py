@@ -10,6 +10,7 @@ import pytest
 from conftest import in_processes, several
 
 import syncprims as sp
+from syncprims.testing import run_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +62,7 @@ def handle(*_: object) -> None:
     raise Preempted
 
 
-HANDLERS = [handle, lambda *_: handle(), functools.partial(handle, 1), Handler().method, Handler()]
+HANDLERS: list[Any] = [handle, lambda *_: handle(), functools.partial(handle, 1), Handler().method, Handler()]
 CALLS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "a comparison": ("eq", lambda value: sp.assert_same(value, "value")),
     "a text": ("repr", lambda value: sp.assert_same([value, sp.get_rank()], "value")),
@@ -95,6 +96,6 @@ def test_every_kind_of_handler_is_known(handler: Any) -> None:
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with pytest.raises(Preempted):
-            sp.testing.run_world(lambda: sp.all_gather(Interrupted("reduce")), 1)
+            run_world(lambda: sp.all_gather(Interrupted("reduce")), 1)
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -268,7 +268,8 @@ class TorchThreads:
     """Serves ``torch.distributed`` in a world of threads."""
 
     def __init__(self, environs: Sequence[Mapping[str, str]]) -> None:
-        # Its functions keep the default group that there is when it is imported: no rank's own one.
+        # The default arguments of this module keep the default group of the moment of its import,
+        # so it is imported before a rank has a group.
         importlib.import_module("torch.distributed.nn.functional")
         self._globals = RankGlobals(environs)
         self.enter = self._globals.enter  #: see there; called with each rank that gets the turn
