@@ -591,43 +591,47 @@ def copy_into(rounds: Rounds, out: Any, value: Any) -> Any:
     """
     if out is None or out is value:
         return value
+    misfit = _find_misfit(out, value)
+    if misfit is not None:
+        rounds.in_step = misfit
+        raise misfit
+    if is_array(out):
+        out[...] = value
+        return out
     try:
-        _check_out(out, value)
-        if is_array(out):
-            out[...] = value
-        else:
-            out.detach().copy_(value)
-    except Exception as error:
-        rounds.in_step = error
+        out.detach().copy_(value)
+    except RuntimeError as error:
+        if type(error) is RuntimeError:  # of torch
+            rounds.in_step = error
         raise
     return out
 
 
-def _check_out(out: Any, value: Any) -> None:
-    """Accept an `out` that can hold `value`.
+def _find_misfit(out: Any, value: Any) -> Exception | None:
+    """Return why `out` cannot hold `value`, None if it can.
 
-    :raises TypeError: if `out` is neither a numpy array nor a tensor, or `value` is no array.
-    :raises ValueError: if its shape or dtype differs, it is read-only, has no memory, or items of
-        it share memory.
+    It is returned, since an exception in here would come from outside, as from a signal handler.
     """
     if not (is_array(out) or is_tensor(out)):
         kind = type(out).__name__
-        raise TypeError(f"out is a {kind}; it takes a numpy array or a torch tensor")
+        return TypeError(f"out is a {kind}; it takes a numpy array or a torch tensor")
     if not (is_array(value) or is_tensor(value)):
-        raise TypeError(f"out was given, and what arrived is a {type(value).__name__}, no array")
+        kind = type(value).__name__
+        return TypeError(f"out was given, and what arrived is a {kind}, no array")
     alike = is_array(out) == is_array(value) and out.dtype == value.dtype
     if not alike or out.shape != value.shape:
-        raise ValueError(f"out is {_with_article(out)}; what arrived is {_with_article(value)}")
+        return ValueError(f"out is {_with_article(out)}; what arrived is {_with_article(value)}")
     if is_array(out):
         if not out.flags.writeable:
-            raise ValueError("out is read-only; give an array that can be written to")
+            return ValueError("out is read-only; give an array that can be written to")
         steps = out.strides
     else:
         if out.is_meta:
-            raise ValueError("out is on the meta device; give a tensor that has memory")
+            return ValueError("out is on the meta device; give a tensor that has memory")
         steps = out.stride() if str(out.layout) == "torch.strided" else ()
     if any(step == 0 and size > 1 for step, size in zip(steps, out.shape, strict=False)):
-        raise ValueError("items of out share memory; give an array that is not expanded")
+        return ValueError("items of out share memory; give an array that is not expanded")
+    return None
 
 
 def _with_article(value: Any) -> str:
