@@ -62,7 +62,13 @@ def handle(*_: object) -> None:
     raise Preempted
 
 
-HANDLERS: list[Any] = [handle, lambda *_: handle(), functools.partial(handle, 1), Handler().method, Handler()]
+HANDLERS: list[Any] = [
+    handle,
+    lambda *_: handle(),
+    functools.partial(handle, 1),
+    Handler().method,
+    Handler(),
+]
 CALLS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "a comparison": ("eq", lambda value: sp.assert_same(value, "value")),
     "a text": ("repr", lambda value: sp.assert_same([value, sp.get_rank()], "value")),

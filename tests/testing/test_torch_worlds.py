@@ -355,7 +355,7 @@ def test_a_profiler_is_refused_where_ranks_are_threads() -> None:
     def body() -> None:
         dist.init_process_group("gloo")
         with pytest.raises(RuntimeError, match="profile in a world of processes"):
-            torch.autograd.profiler.profile().__enter__()
+            torch.autograd.profiler.profile().__enter__()  # type: ignore[no-untyped-call]
         dist.barrier()
 
     run_world(body, 2, torch=True)

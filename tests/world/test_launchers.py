@@ -394,7 +394,8 @@ def read_by_hand(environ: Mapping[str, str]) -> Any:
     """A launcher of a package of its own."""
     if "MINE_RANK" not in environ:
         return None
-    return Topology(int(environ["MINE_RANK"]), 2, *[UNKNOWN] * 4, run_id="job-7")
+    rank = int(environ["MINE_RANK"])
+    return Topology(rank, 2, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, run_id="job-7")
 
 
 def test_a_package_brings_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
