@@ -26,7 +26,6 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     ) -> tuple[Any, MutableMapping[str, Any]]:
         """Return the message with its rank."""
         msg, kwargs = super().process(msg, kwargs)
-        kwargs.setdefault("stacklevel", 2)
         return f"[RANK {syncprims.get_rank()}] {msg}", kwargs
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
@@ -34,7 +33,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         main_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         enabled = self.isEnabledFor(level)
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        kwargs.setdefault("stacklevel", 2)  # as there: the line of the call
         if in_order:  # also if this rank logs less than the others: they wait for it
             with syncprims.in_turn():
                 if enabled:

@@ -130,10 +130,18 @@ class WindowSet:
         self.average([m for m in models if not any(m is one for one in held)])
 
     def average(self, models: Sequence[nn.Module]) -> None:
-        """Average what a backward pass outside of windows left in `models`. Collective."""
+        """Average what a backward pass outside of windows left in `models`. Collective.
+
+        Their buffers are main's afterwards, except where ranks without batches join.
+        """
+        if get_world_size() == 1:
+            return
         joining = self.announce is not None
+        for model in models:
+            if not joining and any(True for _ in model.buffers()):
+                broadcast_buffers(model)
         models = [m for m in models if joining or not averages_gradients_itself(m)]
-        if not models or get_world_size() == 1:
+        if not models:
             return
         own = dict.fromkeys(p for m in models for p in m.parameters())
         if self.announce is not None:

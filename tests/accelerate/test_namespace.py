@@ -97,7 +97,7 @@ def test_loggers(world: Ranks) -> None:
         handler.setFormatter(logging.Formatter("%(funcName)s %(message)s"))
         logger.logger.addHandler(handler)
         logger.logger.propagate = False
-        logger.info("main %s", "only")
+        logger.info("main %s", "only", stacklevel=2)  # the line of the call, as there
         logger.info("all", main_process_only=False)
         logger.warning("in turn", in_order=True)
         logger.debug("not shown", in_order=True)

@@ -7,6 +7,7 @@ import copy
 import pickle
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from support.training_models import (
     everywhere,
@@ -46,6 +47,24 @@ def one_batch_each_and_one_more(job: Accelerator) -> tuple[Any, Any, Any]:
 
 def mean_of(ranks: int) -> float:
     return (ranks + 1) / 2
+
+
+@everywhere
+def test_buffers_are_mains_after_a_backward_outside_of_any_block(world: Ranks) -> None:
+    def program() -> list[float]:
+        job = new_job()
+        plain = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+        model, optimizer = job.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        for step in range(2):
+            batch = torch.tensor([[1.0], [3.0]]) * (step + 1) + 10 * syncprims.get_rank()
+            job.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [buffer.item() for buffer in unwrap_model(model).buffers()]
+
+    first, *others = world.run(program)
+    assert first[0] == pytest.approx(0.1 * (0.9 * 2 + 4))  # of main's batches alone
+    assert others == [first] * (world.ranks - 1)
 
 
 @everywhere
