@@ -340,6 +340,7 @@ class SharedMemoryBoard(Board):
 
     def _take(self, number: int, index: int, word: bytes, label: Label) -> Note | None:
         """Return the note that belongs to a word, or None while it is not whole."""
+        flags: int
         found, flags, check = WORD.unpack(word)
         if found != number:
             return None
@@ -348,8 +349,7 @@ class SharedMemoryBoard(Board):
             seen = self._seen.get((check - number * ROUND_FACTOR - flags * FLAGS_FACTOR) & MASK)
             # Two labels may have the same check.
             if seen is not None and self._cells.holds_body(cell, index, seen[0]):
-                same: Note = seen[1][flags & MARK]
-                return same
+                return seen[1][flags & MARK]
         expected = label.encode()  # most likely the others made the same call
         body = self._cells.read_body(cell, index, word)
         if body is None:

@@ -107,7 +107,7 @@ def is_from_signal_handler(error: BaseException) -> bool:
         while hasattr(handler, "func"):  # functools.partial
             handler = handler.func
         if not hasattr(handler, "__code__"):
-            handler = getattr(type(handler), "__call__", None)  # noqa: B004 - the method
+            handler = getattr(handler, "__call__", None)  # noqa: B004 - the method
         codes.add(getattr(handler, "__code__", None))
     trace = error.__traceback__
     while trace is not None:

@@ -145,7 +145,11 @@ def __getattr__(name: str) -> Any:
     topic = name.removeprefix("is_").removesuffix("_available")
     package = _PACKAGES.get(topic, topic)
     answer = _ANSWERS.get(topic) or (lambda: topic not in _NEVER and find_spec(package) is not None)
-    return lambda *_, **__: answer()
+
+    def is_available(*_: Any, **__: Any) -> bool:
+        return answer()
+
+    return is_available
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement: str) -> bool:
