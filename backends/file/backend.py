@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 import filelock
 
 from syncprims import errors
-from syncprims._system.identity import ProcessIdentity
 from syncprims.errors import (
     BackendUnavailable,
     ConfigurationError,
@@ -39,8 +38,7 @@ from .description import FILE as DESCRIPTION
 from .description import OF_BOARD, BoardDescription, WorldDescription, describe
 from .early_ends import EarlyEnd, RankRecord, read_records, record_rank, remove_records
 from .filesystems import refuse_remote, refuse_useless_locks
-from .liveness import FILE as LIVENESS
-from .liveness import Liveness, examine_from_outside, joined, world_size_of
+from .liveness import Liveness, joined, world_size_of
 from .private_dir import PrivateDirectory, base_path, cure_for
 
 if TYPE_CHECKING:
@@ -297,22 +295,14 @@ class FileBackend(Backend):
     def _cannot_join(self) -> SyncError:
         rank = self.topology.rank
         with _locked(self._base, self._run_path.name) as run:
-            number, alive = _newest_world(run)
-            holder = _process_of(run, number, rank) if alive.get(rank) else None
+            _, alive = _newest_world(run)
         if alive.get(rank):
-            own, who = ProcessIdentity.own(), "another living process"
-            if holder is not None and own.is_descendant_of(holder):
-                return ConfigurationError(
-                    f"process {own.pid} is a child of rank {rank} (process {holder.pid}) and not a "
-                    f"rank, but has its variables: it cannot synchronize. Call primitives in the "
-                    f"parent, or, to make the child a rank of another world, start it with its own "
-                    f"SYNCPRIMS_RANK, SYNCPRIMS_WORLD_SIZE and SYNCPRIMS_RUN_ID"
-                )
-            if holder is not None and holder.is_descendant_of(own):
-                who = f"process {holder.pid}, which is a child of this process {own.pid}"
             return ConfigurationError(
-                f"rank {rank} of this run is taken by {who}, in "
+                f"rank {rank} of this run is taken by another living process, in "
                 f"{self._run_path}: give every process its own rank, and every run its own "
+                f"SYNCPRIMS_RUN_ID. If a rank started this process, or this process started the "
+                f"other one, only one of the two can be the rank: start the other one without the "
+                f"variables of the rank, or with its own SYNCPRIMS_RANK, SYNCPRIMS_WORLD_SIZE and "
                 f"SYNCPRIMS_RUN_ID"
             )
         dead = [other for other, lives in alive.items() if not lives]
@@ -468,17 +458,6 @@ def _world_to_join(run: PrivateDirectory, rank: int) -> str | None:
         # in both cases the living are about to leave.
         return None
     return _world_name(number if lives and rank not in alive else number + 1)
-
-
-def _process_of(run: PrivateDirectory, number: int, rank: int) -> ProcessIdentity | None:
-    """Return which process has taken `rank` in a world; None if that cannot be read."""
-    with (
-        contextlib.suppress(OSError, SyncError),
-        contextlib.closing(run.sub(_world_name(number))) as world,
-        world.opened(LIVENESS, os.O_RDONLY) as fd,
-    ):
-        return examine_from_outside(world.fd, fd, rank, ProcessIdentity.own().namespace)[0]
-    return None
 
 
 def _remove_ended(base: PrivateDirectory, run: PrivateDirectory, keep: str | None = None) -> None:

@@ -7,9 +7,8 @@ Each rank holds a lock for as long as it lives. The kernel frees the lock when t
 however it ends. So nothing has to be touched while all is well, and no rank is ever declared dead
 by a clock: a stopped or swapping rank still holds its lock.
 
-It is in fact two locks. The members of a world ask for the record lock, which no child inherits.
-The lock of a file of its own shows to processes that join or clean up which ranks are in the world.
-A forked child inherits that one, so the core closes it in the child.
+A forked child inherits the lock, so the core closes it in the child. On Linux, the members of a
+world also watch each other's processes (pidfd), which needs neither a path nor a permission.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import os
 import re
 import select
 import struct
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -59,10 +57,6 @@ _EXIT_GRACE = 5.0  # seconds to learn the exit code of a rank that published a n
 #: Seconds for a process that has lost its lock to be gone: all it has left to do is to end, unless
 #: it runs another program.
 _DYING = 0.2
-_LOCKS_FILE = "locks"
-_LINUX = sys.platform == "linux"
-#: Linux can also ask about locks of this very process, which matters where two ranks share one.
-_ASK = fcntl.F_OFD_GETLK if _LINUX else fcntl.F_GETLK
 
 
 class Liveness:
@@ -92,8 +86,6 @@ class Liveness:
             self._lock_fd = directory.open_file(_lock_name(rank), os.O_RDWR | os.O_CREAT)
             undo.callback(os.close, self._lock_fd)
             _lock(self._lock_fd)
-            self._records = RecordLocks(directory, rank)
-            undo.callback(self._records.close)
             self._write_state(_ALIVE)
             undo.pop_all()
 
@@ -122,7 +114,6 @@ class Liveness:
         self._rank_of_fd.clear()
         self.doorbell.close()
         os.close(self._lock_fd)
-        self._records.close()
         self.claims.close()
         self._memory.close()
 
@@ -186,7 +177,7 @@ class Liveness:
         # Not only once all have joined: a rank that dies while others still join is named as well.
         watch = self._watch(rank) if rank != self.rank else None
         ended = watch is not None and watch.has_ended()
-        gone = ended or (rank != self.rank and self._has_left(rank))
+        gone = rank != self.rank and self._has_left(rank)
         after = self._read_state(rank)
         if after == _EMPTY:
             end = find_early_end(self.directory, rank)
@@ -232,13 +223,8 @@ class Liveness:
 
     def _has_left(self, rank: int) -> bool:
         """Return whether the process of `rank` has ended, or runs another program."""
-        if not self._records.is_free(rank):
-            return False
-        # It may have freed that lock itself: to read the file, as a backup does, is enough. Then it
-        # still holds its other lock, and so could a child of a process that is gone.
-        who = ProcessIdentity(*_ENTRY.unpack_from(self._memory, _slot(rank))[1:])
-        lives = ProcessIdentity.of(who.pid) == who and not who.is_gone(who.namespace)
-        return not lives or _is_free(self.directory.fd, rank)
+        watch = self._watches.get(rank)
+        return (watch is not None and watch.has_ended()) or _is_free(self.directory.fd, rank)
 
     # -- bytes ----------------------------------------------------------------------------------
 
@@ -388,58 +374,6 @@ def _lock(fd: int) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.0005)
-
-
-# -- record locks ---------------------------------------------------------------------------------
-
-
-class RecordLocks:
-    """The record locks of one world's ranks, of which this process holds that of `rank`.
-
-    Each rank locks one byte of a file that all ranks keep open. The kernel frees the lock when the
-    process ends or runs another program. Unlike the lock of an open file, no child inherits it. One
-    system call shows whether another rank holds its lock. It needs neither a path nor a permission.
-
-    A process must open the file only once: closing it anywhere frees all locks of the process on
-    it. A program that reads all files of a directory does that, so a free lock alone proves no end.
-    """
-
-    def __init__(self, directory: PrivateDirectory, rank: int) -> None:
-        """Take the lock of `rank`.
-
-        :raises ConfigurationError: if the file is something else.
-        :raises OSError: if another process holds the lock.
-        """
-        self._fd = directory.open_file(_LOCKS_FILE, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-        except BaseException:
-            os.close(self._fd)
-            raise
-
-    def is_free(self, rank: int) -> bool:
-        """Return whether no process holds the lock of `rank`; False if the system does not say."""
-        try:
-            found = fcntl.fcntl(self._fd, _ASK, _pack_flock(fcntl.F_WRLCK, rank))
-        except OSError:
-            return False
-        return _type_of(found) == fcntl.F_UNLCK
-
-    def close(self) -> None:
-        """Free this rank's lock. In a forked child, the parent keeps it."""
-        os.close(self._fd)
-
-
-def _pack_flock(kind: int, at: int) -> bytes:
-    """Return a ``struct flock`` for the byte `at`."""
-    if _LINUX:
-        return struct.pack("@hhqqi0q", kind, os.SEEK_SET, at, 1, 0)
-    return struct.pack("@qqihh0q", at, 1, 0, kind, os.SEEK_SET)  # macOS and the BSDs
-
-
-def _type_of(flock: bytes) -> int:
-    kind: int = struct.unpack_from("@h", flock, 0 if _LINUX else 20)[0]
-    return kind
 
 
 # -- sleeping and waking --------------------------------------------------------------------------

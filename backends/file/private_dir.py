@@ -30,7 +30,6 @@ _PASS_DIR = getattr(os, "O_PATH", os.O_RDONLY) | _DIRECTORY
 _MOST_LINKS = 40  # on the way, as in the kernel
 _CURE = "set SYNCPRIMS_DIR to a directory of your own (it is created if need be)"
 _NOT_PLAIN = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP}
-_TEMPORARY = ("/tmp", "/var/tmp", "/usr/tmp")  # where Python looks
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -46,27 +45,8 @@ def default_base(runtime_directory: str | None) -> Path:
     # In a container it may be open to all without the sticky bit; then a disk is used.
     parent = Path("/dev/shm")
     if not _may_host(parent, _trusted()):
-        parent = _temporary()
+        parent = Path(tempfile.gettempdir())
     return parent / f"syncprims-{os.geteuid()}"
-
-
-def _temporary() -> Path:
-    """Return the system's directory of temporary files.
-
-    :raises ConfigurationError: if there is none. Python would take the working directory then,
-        where no user expects such files, and which ranks may not share.
-    """
-    try:
-        found = Path(tempfile.gettempdir())
-        if found != Path.cwd() or any(os.access(usual, os.W_OK) for usual in _TEMPORARY):
-            return found
-    except OSError:  # not even the working directory can be written to
-        pass
-    raise ConfigurationError(
-        f"the ranks of this host have no place to meet: neither /dev/shm nor "
-        f"{', '.join(_TEMPORARY)} can be written to, or others may change what is there; {_CURE}, "
-        f"or set TMPDIR to one"
-    )
 
 
 def _may_host(path: Path, owners: set[int]) -> bool:

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from syncprims._protocol.threads import is_from_signal_handler
 from syncprims.errors import EncodingError
 
-from .arrays import Spec, flat, on_host, own_device, raw, spec_of
+from .arrays import Spec, flat, is_dict, is_list_or_tuple, on_host, own_device, raw, spec_of
 from .limits import LARGE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _LENGTH = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
 _DEEPEST = 200  # nested deeper, or in a cycle: left to pickle
+_DEEPEST_NAMED = 50  # parts of parts, in the error of an object that cannot travel
 _MOST_REPEATS = 10_000
 _PICKLES = b"K"  # the first byte of an encoding with a pickle in it
 _SIZE = b"W"  # the tag of a size in place of an encoding
@@ -47,16 +48,20 @@ def encode(
     :raises EncodingError: if it needs pickle, and pickle is forbidden or cannot do it. The message
         says which part of the object that is.
     """
+    try:
+        return _encode(obj, allow_pickle, out_of_band)
+    except _Refused as refused:
+        raise _explain(obj, allow_pickle, refused.__cause__) from refused.__cause__
+
+
+def _encode(obj: object, allow_pickle: bool, out_of_band: list[Any] | None) -> bytes:
     encoder = _Encoder(allow_pickle, out_of_band)
     try:
-        try:
-            data = encoder.encode(obj)
-        except _NeedsPickle:
-            if out_of_band is not None:
-                out_of_band.clear()  # the pickle holds all
-            return _PICKLES + _pickled(obj, allow_pickle)
-    except _Refused as refused:
-        raise _explain(obj, refused.__cause__) from refused.__cause__
+        data = encoder.encode(obj)
+    except _NeedsPickle:
+        if out_of_band is not None:
+            out_of_band.clear()  # the pickle holds all
+        return _PICKLES + _pickled(obj, allow_pickle)
     return _PICKLES + data if encoder.pickles else data
 
 
@@ -224,33 +229,44 @@ def _pickled(obj: object, allow_pickle: bool) -> bytes:
         raise _Refused from error
 
 
-def _needs_pickle(obj: object) -> bool:
-    try:
-        _Encoder(allow_pickle=False, out_of_band=[]).encode(obj)
-    except (EncodingError, _Refused, _NeedsPickle):
-        return True
-    return False
-
-
-def _explain(obj: object, said: BaseException | None) -> EncodingError:
+def _explain(obj: object, allow_pickle: bool, said: BaseException | None) -> EncodingError:
     """Return the error for an object that cannot travel: it names the part, and where that is.
 
     `said` is what pickle raised; None if pickle is forbidden.
     """
-    from . import pickling
-
-    if said is None:
-        where, part = pickling.find_part(obj, _needs_pickle, pickling.items)
-        text = (
-            "can only travel as a pickle, and SYNCPRIMS_PICKLE=0 forbids pickle; send it as "
-            "numbers, strings, lists, dicts, arrays or paths, or allow pickle"
-        )
-    else:
-        where, part = pickling.find_part(obj, pickling.fails, pickling.parts)
-        said = pickling.error_of(part) or said
-        text = f"cannot travel between ranks: pickle says {type(said).__name__}: {said}"
+    where, part = "obj", obj
+    seen: set[int] = set()
+    while id(part) not in seen and len(seen) < _DEEPEST_NAMED:
+        seen.add(id(part))
+        refused = (one for one in _items(part, where) if _is_refused(one[1], allow_pickle))
+        where, part = next((one for one in refused if id(one[1]) not in seen), (where, part))
+    text = (
+        "can only travel as a pickle, and SYNCPRIMS_PICKLE=0 forbids pickle; send it as "
+        "numbers, strings, lists, dicts, arrays or paths, or allow pickle"
+        if said is None
+        else f"cannot travel between ranks: pickle says {type(said).__name__}: {said}"
+    )
     kind = f"a {type(part).__module__}.{type(part).__qualname__}"
     return EncodingError(f"{kind} {text}" if part is obj else f"{where}, {kind}, {text}")
+
+
+def _items(obj: Any, where: str) -> Iterator[tuple[str, object]]:
+    """Return the items of a container, and where they are."""
+    if is_dict(obj):
+        for key, value in obj.items():
+            yield f"a key of {where}", key
+            yield f"{where}[{key!r}]", value
+    elif is_list_or_tuple(obj):
+        for index, item in enumerate(obj):
+            yield f"{where}[{index}]", item
+
+
+def _is_refused(part: object, allow_pickle: bool) -> bool:
+    try:
+        _encode(part, allow_pickle, [])
+    except (EncodingError, _Refused):
+        return True
+    return False
 
 
 def _text(body: bytes) -> str:

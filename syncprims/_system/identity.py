@@ -31,17 +31,6 @@ class ProcessIdentity(NamedTuple):
             return None
         return cls(pid, int(fields[19]), namespace) if fields else None
 
-    def is_descendant_of(self, other: ProcessIdentity) -> bool:
-        """Return whether the process was started by `other`, or by one that it has started."""
-        pid, seen = self.pid, set[int]()
-        while pid > 1 and pid not in seen:
-            seen.add(pid)
-            fields = read_stat(pid)
-            pid = int(fields[1]) if fields else (os.getppid() if pid == os.getpid() else 0)
-            if pid == other.pid:
-                return other.namespace in (self.namespace, 0)
-        return False
-
     def is_gone(self, namespace: int) -> bool:
         """Return whether the process is known, in this namespace, to have ended, reaped or not."""
         if not self.started or self.namespace != namespace:

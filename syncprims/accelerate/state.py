@@ -226,7 +226,7 @@ class GradientState:
     @property
     def sync_with_dataloader(self) -> bool:
         """Whether the last batch of a loader closes a window."""
-        return self._job.windows.sync_with_dataloader
+        return self._job.sync_with_dataloader
 
     @property
     def active_dataloader(self) -> Any:

@@ -125,7 +125,6 @@ def _part(path: str, rank: int) -> str:
 
 # -- what Accelerate has saved, read without running code -----------------------------------------
 
-_MODEL = "pytorch_model"
 _MARKS = ("model.safetensors", "pytorch_model.bin", "optimizer.bin", "random_states_0.pkl")
 #: What a state of numpy's generator is made of, in files of torch.
 _NUMPY: Any = [
@@ -156,7 +155,8 @@ def load_accelerate_state(
     """Load a state that Accelerate has saved. Collective.
 
     Each rank reads the files, and its own random states. What is missing of the random states, or
-    cannot be read without running code, is logged and left as it is; so is ``sampler.bin``.
+    cannot be read without running code, is logged and left as it is. The order of data follows from
+    a seed here: ``sampler.bin`` is not read.
 
     :raises CheckpointError: on all ranks, naming the file, if one of another object is missing, or
         cannot be read. Objects before it have been loaded.
@@ -164,40 +164,27 @@ def load_accelerate_state(
     path = directory_path(directory)
     doing = f"load_state from {path}"
     Team.meet(doing)
+    by_kind = {"optimizer{}.bin": optimizers, "scheduler{}.bin": schedules}
+    files = {"scaler.pt": scaler} if scaler is not None else {}
+    for kind, objects in by_kind.items():
+        files |= {kind.format(_number(i)): obj for i, obj in enumerate(objects)}
+    files |= {f"custom_checkpoint_{i}.pkl": obj for i, obj in enumerate(registered.values())}
 
     def read() -> None:
-        names = set(filesystem.names(path))
         for i, model in enumerate(models):
-            candidates = _numbered("model", i, ".safetensors"), _numbered(_MODEL, i, ".bin")
-            file = _first(path, names, *candidates)
-            load_checkpoint_in_model(model, file)
-        for kind, objects in (("optimizer", optimizers), ("scheduler", schedules)):
-            for i, obj in enumerate(objects):
-                obj.load_state_dict(_read(_first(path, names, _numbered(kind, i, ".bin"))))
-        if scaler is not None:
-            scaler.load_state_dict(_read(_first(path, names, "scaler.pt")))
-        for i, obj in enumerate(registered.values()):
-            obj.load_state_dict(_read(_first(path, names, f"custom_checkpoint_{i}.pkl")))
-        _restore_random_states(path, names)
-        for name in sorted(names):
-            if name.startswith(("sampler", "dl_state_dict")):
-                filesystem.LOG.warning(
-                    "%s/%s is not read: it may need code to be run, and the order of data follows "
-                    "from a seed here", path, name,
-                )  # fmt: skip
+            file = f"{path}/model{_number(i)}.safetensors"
+            older = f"{path}/pytorch_model{_number(i)}.bin"
+            load_checkpoint_in_model(model, file if filesystem.exists(file) else older)
+        for name, obj in files.items():
+            obj.load_state_dict(_read(f"{path}/{name}"))
+        _restore_random_states(f"{path}/random_states_{get_rank()}.pkl")
 
     coordinate(doing, read, lambda _: None)
 
 
-def _numbered(stem: str, number: int, ending: str) -> str:
-    return f"{stem}_{number}{ending}" if number else f"{stem}{ending}"
-
-
-def _first(path: str, names: set[str], *candidates: str) -> str:
-    for name in candidates:
-        if name in names:
-            return f"{path}/{name}"
-    raise refusal(path, "missing", " or ".join(candidates), ", ".join(sorted(names)))
+def _number(index: int) -> str:
+    """Return what Accelerate appends to the names of all files but the first."""
+    return f"_{index}" if index else ""
 
 
 def _read(path: str) -> Any:
@@ -213,12 +200,9 @@ def _read(path: str) -> Any:
         raise refusal(path, "not readable", "tensors and plain data, no code", first) from error
 
 
-def _restore_random_states(path: str, names: set[str]) -> None:
-    name = f"random_states_{get_rank()}.pkl"
+def _restore_random_states(path: str) -> None:
     try:
-        if name not in names:
-            raise refusal(f"{path}/{name}", "missing", "random states of this rank", "none")
-        states = _read(f"{path}/{name}")
+        states = _read(path)
         version, words, gauss = states["random_state"]
         python = (version, tuple(words), gauss)
         restore_cpu((python, states["numpy_random_seed"], states["torch_manual_seed"]))

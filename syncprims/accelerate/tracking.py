@@ -161,10 +161,7 @@ def _wrong(tracker: Any) -> str:
 
 
 class _Silent:
-    """A tracker of another rank: every attribute is there, every call does nothing."""
-
-    def __init__(self, name: str = "") -> None:
-        self.name = name
+    """What stands for a tracker that this rank does not have: every call does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -184,7 +181,6 @@ class Tracking:
         given: Any = log_with if isinstance(log_with, list | tuple) else [log_with]
         self.trackers: list[Any] = []  #: that are made, those by name after :meth:`init_trackers`
         self.log_with: list[Any] = []  #: the names of trackers that are not made yet
-        self._missing: list[str] = []  # names whose libraries are not installed
         for tracker in given:
             name = getattr(tracker, "value", tracker)  # of an enumeration
             if name == "all":
@@ -201,7 +197,6 @@ class Tracking:
             raise ValueError(_wrong(name))
         kind, needs = _KNOWN[name]
         if name not in get_available_trackers():
-            self._missing.append(name)
             logging.getLogger("syncprims").warning(
                 "log_with=%r: its library is not installed, so nothing is logged there; pip "
                 "install %s", name, needs[0],
@@ -233,8 +228,9 @@ class Tracking:
         if any(_name_of(tracker) in options for tracker in self.trackers):
             raise TypeError("init_trackers(init_kwargs=): make trackers with them, for log_with=")
         for name in self.log_with:
-            made: Any = _KNOWN[name][0](project_name, self.logging_dir, **options.get(name, {}))
-            self.trackers.append(made if syncprims.is_main() else _Silent(name))
+            if syncprims.is_main():
+                tracker = _KNOWN[name][0](project_name, self.logging_dir, **options.get(name, {}))
+                self.trackers.append(tracker)
         self.log_with = []
         for tracker in filter(_calls, self.trackers):
             if hasattr(tracker, "start"):
@@ -245,16 +241,16 @@ class Tracking:
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker with this `name`; with `unwrap`, the object of its own library.
 
-        On other ranks than 0, without its library, and if there are no trackers at all, it is one
-        that does nothing, whatever is called.
+        A known tracker that this rank does not have (other ranks than 0, or without its library) is
+        one that does nothing, whatever is called; so is any if there are no trackers at all.
 
         :raises ValueError: if there are others only.
         """
         for tracker in self.trackers:
             if _name_of(tracker) == name:
                 return getattr(tracker, "tracker", tracker) if unwrap else tracker
-        if name in self._missing or not self.trackers:
-            return _Silent(name)
+        if name in _KNOWN or not self.trackers:
+            return _Silent()
         raise ValueError(f"no tracker is named {name!r}; log_with= takes them")
 
     def log(

@@ -14,7 +14,7 @@ if find_spec("torch") is None:
     raise ImportError(f"syncprims.training needs torch: {_install('torch')}")
 
 
-from .accumulation import Accumulator, join_uneven_inputs
+from .accumulation import Accumulator
 from .checkpoints import (
     Checkpoints,
     Loaded,
@@ -33,6 +33,7 @@ from .precision import Precision
 from .preparation import prepare, rank_device, unwrap_model
 from .pytree import to_device
 from .rng import set_seed
+from .uneven_inputs import join_uneven_inputs
 
 __all__ = [
     "Accumulator",

@@ -1,31 +1,34 @@
-"""Gradient accumulation that is exact: at the tail, with weights, several models, uneven inputs."""
+"""Gradient accumulation that is exact: at the tail, with weights, with several models."""
+
+# The accumulator and its windows are one mechanism in two classes.
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_ as torch_clip_norm_
 from torch.nn.utils import clip_grad_value_ as torch_clip_value_
 from torch.optim import Optimizer
 
-from syncprims import all_gather, all_reduce, broadcast, get_rank, get_world_size
+from syncprims import all_gather, all_reduce, get_world_size
 
-from .accumulation_window import (
-    AccumulationWindow,
-    WindowSet,
+from .data import Cursor, OpenLoaders
+from .gradient_sync import (
+    BackwardWatch,
+    average_gradients,
     averages_gradients_itself,
-    check_joinable,
-    parameters_of,
+    broadcast_buffers,
     with_gradient_sync,
     without_gradient_sync,
 )
-from .gradient_sync import broadcast_model
-from .optimizer import PreparedOptimizer, PreparedScheduler
 from .precision import Precision
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
@@ -37,7 +40,8 @@ class Accumulator:
     ``with accumulate(model):`` holds a micro-batch. After the last one of a window the gradients
     are the mean over its micro-batches and over all ranks; until then prepared optimizers do not
     step. A window also closes with the last batch of a prepared loader, or by :meth:`flush`, and is
-    then scaled by the micro-batches that it holds. Models that are given together share a window;
+    then scaled by the micro-batches that it holds. What an earlier step left in ``.grad`` is scaled
+    with it: clear gradients after each step. Models that are given together share a window;
     windows of different models, and different accumulators, are independent. Without
     `sync_with_dataloader` the end of a loader closes nothing. With `sync_each_batch` gradients are
     averaged over the ranks after each micro-batch, with the same result at the end. With
@@ -60,39 +64,44 @@ class Accumulator:
         divide_by_steps: bool = False,
     ) -> None:
         self.precision = precision or Precision("no")
-        self.windows = WindowSet(
-            steps,
-            self.precision,
-            sync_with_dataloader=sync_with_dataloader,
-            sync_each_batch=sync_each_batch,
-            divide_by_steps=divide_by_steps,
-        )
-        self.loaders = self.windows.loaders  #: prepared loaders that are being iterated
-        self.models = self.windows.models  #: prepared models, for a block that names none
-        self.optimizers: list[PreparedOptimizer] = []  #: that step with this accumulator
-        self.schedules: list[PreparedScheduler] = []  #: that follow these optimizers
-        self._entered = self.windows.entered
+        self.sync_with_dataloader = sync_with_dataloader  #: a loader's last batch closes a window
+        self.sync_each_batch = sync_each_batch  #: gradients are averaged after each micro-batch
+        self.divide_by_steps = divide_by_steps  #: each mean loss, whatever its window holds
+        self.loaders = OpenLoaders()  #: prepared loaders that are being iterated
+        self.models: list[nn.Module] = []  #: prepared models, for a block that names none
+        self.optimizers: list[Any] = []  #: prepared optimizers that step with this accumulator
+        self.schedules: list[Any] = []  #: that follow these optimizers
+        self._windows: dict[tuple[nn.Module, ...], AccumulationWindow] = {}
+        self.entered: list[AccumulationWindow] = []  #: in the order of their latest blocks
+        self._loaded: list[dict[str, Any]] = []  # states of windows that no block has entered yet
+        self._unsynced: list[nn.Module] = []  # models in a block of `no_sync`
+        self._watch = BackwardWatch(self._average_plain)
+        # Of :func:`join_uneven_inputs`: announces an event of this rank to the others, and returns
+        # what the ranks that still train have announced.
+        self._announce: Callable[[str, Any], list[Any]] | None = None
+        self._first_active = 0  # the lowest rank that still trains
+        self._averaged: dict[nn.Parameter, torch.Tensor | None] = {}
         self.steps = steps
 
     @property
     def steps(self) -> int:
         """Micro-batches per step; a new number counts from the next window on."""
-        return self.windows.steps
+        return self._steps
 
     @steps.setter
     def steps(self, steps: int) -> None:
         if operator.index(steps) < 1:
             raise ValueError(f"steps={steps!r}: a window holds a whole number of micro-batches")
-        self.windows.steps = steps
+        self._steps = steps
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the current micro-batch closes its window, so that a step follows."""
-        return self._entered[-1].sync if self._entered else True
+        return self.entered[-1].sync if self.entered else True
 
     @sync_gradients.setter
     def sync_gradients(self, sync: bool) -> None:
-        window = self._entered[-1] if self._entered else self.windows.get(())
+        window = self.entered[-1] if self.entered else self.accumulate()
         window.sync = bool(sync)
 
     # -- micro-batches --------------------------------------------------------------------------
@@ -103,10 +112,22 @@ class Accumulator:
         :raises ValueError: if there are no models.
         :raises RuntimeError: if the block is entered inside of itself.
         """
-        entered = self._entered
-        if entered and entered[-1].given == models:
-            return entered[-1]
-        return self.windows.get(models)
+        window = self._windows.get(models)
+        if window is not None:
+            if window is not self.entered[-1]:
+                self.entered.remove(window)
+                self.entered.append(window)
+            return window
+        chosen = models or self.models
+        if not chosen:
+            raise ValueError("accumulate() takes the models whose gradients add up, or prepare one")
+        window = self._windows[models] = AccumulationWindow(chosen, models, self)
+        for model in chosen:
+            self._watch_model(model)
+        if self._loaded:
+            window.load_state_dict(self._loaded.pop(0))
+        self.entered.append(window)
+        return window
 
     __call__ = accumulate
 
@@ -118,62 +139,52 @@ class Accumulator:
         any block, `loss` is a window of its own, divided by :attr:`steps`, as a loop that counts by
         itself expects.
 
-        :raises ValueError: if a window mixes losses with and without a weight.
+        :raises ValueError: if a window mixes losses with and without a weight, or a micro-batch
+            losses of different weights.
         """
-        window = self._entered[-1] if self._entered else None
+        window = self.entered[-1] if self.entered else None
         if window is None or (window.stepped and not window.inside):
-            self._backward_alone(loss, weight, options)
+            self._backward_outside(loss, weight, options)
             return
-        windows = self.windows
-        if windows.announce is not None:
-            windows.announce("backward", weight is not None)
-        number = window.add_weight(weight)
-        if not window.sync:
-            early = windows.divide_by_steps and weight is None
-            self._add(loss, 1.0 / windows.steps if early else 1.0, options)
+        if self._announce is not None:
+            self._announce("backward", weight is not None)
+        window.count_pass(weight)
+        if window.sync:
+            factor = window.close_factor()
         else:
-            factor = window.factor(number)
-            if window.count > 1:
-                window.scale_earlier(factor)
-            self._add(loss, factor, options)
-        if window.averages and not window.alone:
-            window.average(skip=windows.unsynced)
+            factor = 1.0 / self.steps if self.divide_by_steps and weight is None else 1.0
+        self._run_backward(loss, factor, options)
+        if window.averages:
+            window.average(skip=self._unsynced)
 
-    def _backward_alone(
+    def _backward_outside(
         self, loss: torch.Tensor, weight: float | None, options: dict[str, Any]
     ) -> None:
         """Add the gradients of a loss outside of any block: it is a window of its own."""
-        window = AccumulationWindow(self.models, (), self.windows)
-        window.open()
-        window.count = 1
-        number = window.add_weight(weight)
-        factor = 1.0 / self.steps
-        if weight is not None:
-            if self.windows.announce is not None:
-                self.windows.announce("weight", None)
-            factor = window.factor(number)
-        self._add(loss, factor, options)
-        unsynced = self.windows.unsynced
-        self.windows.average([m for m in self.models if not any(m is one for one in unsynced)])
-
-    def _add(self, loss: torch.Tensor, factor: float, options: dict[str, Any]) -> None:
-        """Add the gradients of `loss` times `factor`."""
-        watch = self.windows.watch
-        watch.paused = True
-        try:
-            self._run_backward(loss, factor, options)
-        finally:
-            watch.paused = False
+        self._update_scaler()
+        if weight is None:
+            factor = 1.0 / self.steps
+        else:
+            if self._announce is not None:
+                self._announce("weight", None)
+            factor = _mean_factor(all_reduce(_checked(weight), name="weights"))
+        self._run_backward(loss, factor, options)
+        self._average([m for m in self.models if not _is_in(m, self._unsynced)])
 
     def _run_backward(self, loss: torch.Tensor, factor: float, options: dict[str, Any]) -> None:
-        if self.precision.scaler is not None:
-            loss = self.precision.scaler.scale(loss)
-        if factor == 1.0:
-            loss.backward(**options)  # type: ignore[no-untyped-call]
-        elif loss.ndim or "gradient" in options:
-            (loss * factor).backward(**options)  # type: ignore[no-untyped-call]
-        else:  # the factor as the loss's own gradient: the same numbers, and two kernels less
-            loss.backward(torch.full_like(loss, factor), **options)  # type: ignore[no-untyped-call]
+        """Add the gradients of `loss` times `factor`."""
+        self._watch.paused = True
+        try:
+            if self.precision.scaler is not None:
+                loss = self.precision.scaler.scale(loss)
+            if factor == 1.0:
+                loss.backward(**options)  # type: ignore[no-untyped-call]
+            elif loss.ndim or "gradient" in options:
+                (loss * factor).backward(**options)  # type: ignore[no-untyped-call]
+            else:  # the factor as the loss's own gradient: the same numbers, and two kernels less
+                loss.backward(torch.full_like(loss, factor), **options)  # type: ignore[no-untyped-call]
+        finally:
+            self._watch.paused = False
 
     def flush(self) -> bool:
         """Close windows that are not full: average and scale them, and let the next step pass.
@@ -181,21 +192,21 @@ class Accumulator:
         For loops over iterators that are not prepared, after the last batch. Returns whether there
         was anything on any rank; if not, the next step does not pass. Collective.
         """
-        if not self._entered and self.models:
-            self.windows.get(())
-        closed = [window.close() for window in self.windows.all()]  # all of them, in one order
+        if not self.entered and self.models:
+            self.accumulate()
+        closed = [window.close() for window in self._windows.values()]  # all, in one order
         return any(closed)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:
         """In this block, backward passes do not average the gradients of `model` over ranks."""
-        unsynced = self.windows.unsynced
-        unsynced.append(model)
+        before = self._unsynced
+        self._unsynced = [*before, model]
         try:
             with without_gradient_sync(model):
                 yield
         finally:
-            del unsynced[next(i for i, one in enumerate(unsynced) if one is model)]
+            self._unsynced = before
 
     @contextlib.contextmanager
     def sync_in_backward(self, model: nn.Module) -> Generator[None]:
@@ -203,14 +214,48 @@ class Accumulator:
 
         Also if its forward pass was in a block of :meth:`no_sync`, or if this block is in one.
         """
-        unsynced = self.windows.unsynced
-        before = list(unsynced)
-        unsynced[:] = [one for one in before if one is not model]
+        before = self._unsynced
+        self._unsynced = [other for other in before if other is not model]
         try:
             with with_gradient_sync(model):
                 yield
         finally:
-            unsynced[:] = before
+            self._unsynced = before
+
+    # -- backward passes outside of windows ---------------------------------------------------
+
+    def _watch_model(self, model: nn.Module) -> None:
+        """Average the gradients of `model` after passes that the library does not run, too."""
+        if get_world_size() > 1 and not averages_gradients_itself(model):
+            self._watch.add(model)
+
+    def _average_plain(self, models: Sequence[nn.Module]) -> None:
+        """Average after a script's own backward pass, unless a window or ``no_sync`` holds it."""
+        waiting = [m for w in self.entered if w.inside and not w.averages for m in w.models]
+        self._average([m for m in models if not _is_in(m, [*waiting, *self._unsynced])])
+
+    def _average(self, models: Sequence[nn.Module]) -> None:
+        """Average what a backward pass outside of windows left in `models`. Collective.
+
+        Their buffers are main's afterwards, except where ranks without batches join.
+        """
+        if get_world_size() == 1:
+            return
+        joining = self._announce is not None
+        for model in models:
+            if not joining and any(True for _ in model.buffers()):
+                broadcast_buffers(model)
+        models = [m for m in models if joining or not averages_gradients_itself(m)]
+        if not models:
+            return
+        own = dict.fromkeys(p for m in models for p in m.parameters())
+        if self._announce is not None:
+            numbers = [i for i, known in enumerate(self.models) if _is_in(known, models)]
+            uncleared = any(p.grad is not None and p.grad is self._averaged.get(p) for p in own)
+            self._announce("gradients", (numbers, uncleared))
+        average_gradients(own)
+        if joining:
+            self._averaged.update((p, p.grad) for p in own)
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -240,10 +285,10 @@ class Accumulator:
             self._unscale(chosen)
             torch_clip_value_(chosen, clip_value)
 
-    def _window_of(self, parameters: list[torch.Tensor]) -> AccumulationWindow | None:
+    def _window_of(self, parameters: Iterable[torch.Tensor]) -> AccumulationWindow | None:
         """Return the window of these gradients; of several, the last entered one."""
-        found = self.windows.owning(parameters)
-        return found[-1] if found else None
+        ids = {id(p) for p in parameters}
+        return next((window for window in reversed(self.entered) if window.owns(ids)), None)
 
     def _unscale(self, parameters: list[torch.Tensor]) -> None:
         """Unscale the gradients of the optimizers that own these parameters, and of no others."""
@@ -257,29 +302,27 @@ class Accumulator:
         for optimizer in owners:
             optimizer.unscale_gradients()
 
-    # -- preparing, saving ------------------------------------------------------------------------
+    def _update_scaler(self, besides: AccumulationWindow | None = None) -> None:
+        """Update the loss scaler, unless other windows hold gradients of the present scale."""
+        if self.precision.scaler is None or any(state["count"] for state in self._loaded):
+            return
+        if not any(w.count and not w.sync for w in self.entered if w is not besides):
+            self.precision.update_scaler()
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Return `optimizer` wrapped: it steps and clears only when a window is closed."""
-        if not isinstance(optimizer, PreparedOptimizer):
-            prepared = PreparedOptimizer(optimizer, self.windows)
-        elif any(optimizer is known for known in self.optimizers):
-            return optimizer
-        else:  # another accumulator's, or forgotten here
-            prepared = optimizer
-            prepared._follow(self.windows)  # pyright: ignore[reportPrivateUsage]
-        self.optimizers.append(prepared)
-        return prepared
+    # -- forgetting, saving -----------------------------------------------------------------------
 
     def forget(self) -> None:
         """Forget all models, optimizers, schedules and windows."""
-        self.optimizers.clear()
-        self.schedules.clear()
-        self.windows.clear()
+        for container in (
+            self.models, self.optimizers, self.schedules, self._windows, self.entered,
+            self._loaded, self._averaged,
+        ):  # fmt: skip
+            container.clear()
+        self._watch.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what windows hold that are not full, with this rank's own gradients."""
-        states = [window.state_dict() for window in self.windows.all()]
+        states = [window.state_dict() for window in self._windows.values()]
         return {"world_size": get_world_size(), "windows": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -294,115 +337,338 @@ class Accumulator:
                 f"{get_world_size()}: save where sync_gradients is true, or use as many ranks"
             )
         for optimizer in self.optimizers:
-            optimizer._forget_gradients()  # pyright: ignore[reportPrivateUsage]
-        self.windows.load_state_dicts(state["windows"])
+            optimizer._forget_gradients()
+        for window in self._windows.values():
+            for p in window.parameters:  # what they hold now is of no step any more
+                p.grad = None
+        self._loaded = list(state["windows"])
+        for window in self._windows.values():
+            window.load_state_dict(self._loaded.pop(0) if self._loaded else _FULL)
+
+
+class AccumulationWindow:
+    """The gradients of some models, from one step to the next.
+
+    Gradients of micro-batches add up unscaled. The micro-batch that closes the window knows how
+    many there are, or how many items. It scales what has added up, and its own loss by the same
+    factor. The object is the context manager of each micro-batch.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], given: tuple[nn.Module, ...], accumulator: Accumulator
+    ) -> None:
+        self.models = tuple(models)
+        self.given = given  #: the models that its blocks name: none stands for all prepared ones
+        self.sync = False  #: it is closed, or closes with the current micro-batch: a step follows
+        self.inside = False  #: the current code is in its block
+        self.norm: torch.Tensor | None = None  #: of the last clipped gradients
+        #: what steps between windows have taken out of ``.grad``: other losses will write there
+        self.held: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._accumulator = accumulator
+        self._serial = 0  # of the latest batch that it has seen
+        self._driver: Cursor | None = None  # the loader whose last batch closes it
+        self._chunked = False  # one batch makes several micro-batches
+        self._unsynced = contextlib.ExitStack()
+        self._ids = {id(p) for p in self.parameters}
+        self._wrapped = [m for m in models if averages_gradients_itself(m)]
+        sends_buffers = get_world_size() > 1
+        self._buffered = [m for m in models if sends_buffers and any(True for _ in m.buffers())]
+        self._reset()
+
+    def _reset(self) -> None:
+        self.period = object()  #: the identity of what is added up until the next step
+        self.count = 0  #: micro-batches, the current one included
+        self.passes = 0  #: backward passes
+        self.sync = self.stepped = False  #: an optimizer has stepped with it
+        self._items = 0.0  # of this rank; without weights, its micro-batches
+        self._weighted: bool | None = None
+        self._current: float | None = None  # items of the current micro-batch
+        self._factor: float | None = None  # what has been added up is scaled by it
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters of all models, each once. Not cached: models may grow."""
+        return list(dict.fromkeys(p for m in self.models for p in m.parameters()))
+
+    def owns(self, ids: Collection[int]) -> bool:
+        """Return whether any of these is the id of a parameter of its models."""
+        if self._ids.isdisjoint(ids):
+            self._ids = {id(p) for p in self.parameters}
+        return not self._ids.isdisjoint(ids)
+
+    @property
+    def averages(self) -> bool:
+        """Whether the gradients are averaged over the ranks after the current backward pass."""
+        return self.sync or self._accumulator.sync_each_batch
+
+    # -- micro-batches ----------------------------------------------------------------------
+
+    def __enter__(self) -> None:
+        if self.inside:
+            raise RuntimeError(
+                "accumulate() of these models is entered inside of itself; one block holds one "
+                "micro-batch"
+            )
+        announce = self._accumulator._announce
+        at_end = self._at_end()
+        if announce is not None:
+            check_joinable(self._wrapped)
+            numbers = {id(model): i for i, model in enumerate(self._accumulator.models)}
+            if any(id(model) not in numbers for model in self.given):
+                raise ValueError("join_uneven_inputs(): accumulate() takes prepared models there")
+            given = [numbers[id(model)] for model in self.given]
+            at_end = all(end for _, end in announce("enter", (given, at_end)))
+        self.begin_micro_batch(at_end=at_end)
+        self.inside = True
+        if self._wrapped and (announce is not None or not self.averages):
+            for model in self._wrapped:
+                self._unsynced.enter_context(without_gradient_sync(model))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.inside = False
+        if self._wrapped:
+            self._unsynced.close()
+        if kind is None:
+            if self._accumulator._announce is not None:
+                self._accumulator._announce("leave", None)
+            self.end_micro_batch()
+
+    def begin_micro_batch(self, *, at_end: bool) -> None:
+        """Count a micro-batch, the last one of its loader or not; after a step, the first one."""
+        if self.sync or not self.count:
+            self._accumulator._update_scaler(besides=self)
+            self._reset()
+        self.count += 1
+        self._current = None
+        self.sync = at_end or self.count >= self._accumulator.steps
+
+    def end_micro_batch(self) -> None:
+        """Make buffers equal on all ranks if the micro-batch was the last of its window."""
+        if self.sync:
+            for model in self._buffered:
+                broadcast_buffers(model, self._accumulator._first_active)
+
+    def _at_end(self) -> bool:
+        """Return whether the current micro-batch is the last of its loader."""
+        loaders = self._accumulator.loaders
+        if loaders.serial == self._serial and self._driver is None:
+            return False  # these batches come from no prepared loader
+        fresh = loaders.since(self._serial)
+        if not fresh:
+            # A batch is cut into pieces: only counting, or flush(), shows which one is the last.
+            self._chunked = self._chunked or loaders.is_open(self._driver)
+            return False
+        self._serial = loaders.serial
+        same = [c for c in fresh if self._driver is not None and c.loader is self._driver.loader]
+        driver = same[-1] if same else fresh[-1]
+        if driver is not self._driver:
+            self._driver, self._chunked = driver, False
+        if not self._accumulator.sync_with_dataloader:
+            return False
+        over = driver.at_end or any(c.at_end for c in fresh if c in driver.beside)
+        return over and not self._chunked
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def count_pass(self, weight: float | None) -> None:
+        """Count a backward pass and its weight.
+
+        :raises ValueError: if the window mixes sums with means, or the micro-batch sums of
+            different weights, or `weight` is no count of items.
+        """
+        items = 1.0 if weight is None else _checked(weight)
+        if self._weighted not in (None, weight is not None):
+            raise ValueError(
+                "a window with some losses given as backward(loss_sum, weight=n) and others as "
+                "backward(loss_mean) has no right mean; use one form in all of its micro-batches"
+            )
+        if self._current is None:
+            self._items += items
+        elif self._current != items:
+            raise ValueError(
+                "the backward passes of one micro-batch have different weights, and their "
+                "gradients stand mixed in this window; add the losses up before one backward(), "
+                "or use one Accumulator for each"
+            )
+        self._weighted, self._current = weight is not None, items
+        self.passes += 1
+
+    def close_factor(self) -> float:
+        """Return the factor for the sums of this window; scale what has been added up by it, once.
+
+        Collective if weighted.
+        """
+        if self._factor is None:
+            if self._weighted:
+                factor = _mean_factor(all_reduce(self._items, name="weights"))
+            else:
+                divides = self._accumulator.divide_by_steps
+                factor = 1.0 / (self._accumulator.steps if divides else self.count)
+            self._factor = factor
+            if self.count > 1:
+                self._scale(factor)
+        return self._factor
+
+    def _scale(self, factor: float) -> None:
+        if factor == 1.0 or (self._accumulator.divide_by_steps and not self._weighted):
+            return  # each loss has been divided
+        there = [p.grad for p in self.parameters if p.grad is not None] if self.passes else []
+        there += [gradient for gradient in self.held.values() if gradient is not None]
+        if there:
+            torch._foreach_mul_(there, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+    def average(self, skip: Iterable[nn.Module] = ()) -> None:
+        """Average gradients over the ranks, except those that a wrapper averages. Collective."""
+        if get_world_size() == 1:
+            return
+        joining = self._accumulator._announce is not None
+        skipped = {p for model in skip for p in model.parameters()}
+        models = [m for m in self.models if joining or m not in self._wrapped]
+        own = dict.fromkeys(p for m in models for p in m.parameters())
+        average_gradients(p for p in own if p not in skipped)
+
+    def close(self) -> bool:
+        """Close the window early on all ranks: scale and average its gradients. Collective.
+
+        Returns False, and lets no step follow, if no rank has a backward pass in it.
+        """
+        waiting = self.passes and not self.sync
+        sums = [(self._weighted, self._items)] if waiting else []
+        sums = [part for parts in all_gather(sums, name="flush") for part in parts]
+        self.sync = bool(sums)
+        if not sums:
+            self.count = 0
+            return False
+        if len({weighted for weighted, _ in sums}) > 1:
+            raise ValueError("flush(): some ranks have losses with a weight, others without one")
+        self._factor = _mean_factor(sum(items for _, items in sums))
+        self._scale(self._factor)
+        average_gradients(self.parameters)
+        self.end_micro_batch()
+        return True
+
+    def waits_for(self, stepped: object) -> bool:
+        """Return whether gradients wait for a step, other than that of the period `stepped`."""
+        is_new = self.passes > 0 and self.period is not stepped
+        return is_new and (not self.sync or self.count > 1)
+
+    # -- between windows ------------------------------------------------------------------------
+
+    def hold(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Move gradients out of ``.grad``: other optimizers' losses will write there."""
+        for p in parameters:
+            before = self.held.get(p)
+            if before is None:
+                self.held[p] = p.grad
+            elif p.grad is not None:
+                before.add_(p.grad)
+            p.grad = None
+
+    def restore(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Put held gradients back, in place of what other losses have left."""
+        for p in parameters:
+            if p in self.held:
+                p.grad = self.held.pop(p)
+
+    def add_held(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Add held gradients, averaged, which the last backward pass did not do. Collective."""
+        held = [p for p in parameters if p in self.held]
+        now = [p.grad for p in held]
+        self.restore(held)
+        average_gradients(p for p in held if isinstance(p, nn.Parameter))
+        for p, gradient in zip(held, now, strict=True):
+            if gradient is not None:
+                p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counts and this rank's gradients of a window that is not full."""
+        if self.sync or not self.count:
+            return dict(_FULL)
+        numbers: dict[torch.Tensor, str] = {p: str(i) for i, p in enumerate(self.parameters)}
+        return {
+            "count": self.count,
+            "passes": self.passes,
+            "weighted": self._weighted,
+            "items": self._items,
+            "gradients": {n: _saved(p.grad) for p, n in numbers.items() if p.grad is not None},
+            "held": {numbers[p]: _saved(g) for p, g in self.held.items() if p in numbers},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue a saved window of the same models; a full one is loaded as after its step."""
+        self._reset()  # other windows go on with the scale that it was saved with
+        self.sync = self.stepped = not state["count"]
+        self.count, self.passes = state["count"], state["passes"]
+        self._weighted, self._items = state["weighted"], state["items"]
+        parameters = self.parameters
+        for number, gradient in state["gradients"].items():
+            p = parameters[int(number)]
+            p.grad = _restored(gradient, p)
+        held = {parameters[int(number)]: gradient for number, gradient in state["held"].items()}
+        self.held = {p: _restored(gradient, p) for p, gradient in held.items()}
+
+
+#: The state of a window that is full, or that no block has entered.
+_FULL: dict[str, Any] = {
+    "count": 0, "passes": 0, "weighted": None, "items": 0.0, "gradients": {}, "held": {},
+}  # fmt: skip
+
+
+def _saved(gradient: torch.Tensor | None) -> Any:
+    """Return a copy of a gradient that a state can hold; of a sparse one, its parts."""
+    if gradient is None:
+        return None
+    gradient = gradient.detach()
+    if not gradient.is_sparse:
+        return gradient.clone()
+    return {"indices": gradient._indices().clone(), "values": gradient._values().clone()}
+
+
+def _restored(saved: Any, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of the gradient of `parameter` that :func:`_saved` has returned."""
+    device = parameter.device
+    if saved is None or isinstance(saved, torch.Tensor):
+        return saved if saved is None else saved.to(device, copy=True)
+    indices, values = (saved[name].to(device, copy=True) for name in ("indices", "values"))
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
+
+
+def _checked(weight: float) -> float:
+    if not 0 <= (items := float(weight)) < math.inf:
+        raise ValueError(f"weight={weight!r}: it is the number of items the loss sums up")
+    return items
+
+
+def _mean_factor(items: float) -> float:
+    """Return the factor that makes a sum over these items of all ranks their mean."""
+    return get_world_size() / items if items else 0.0
+
+
+def _is_in(model: nn.Module, models: Iterable[nn.Module]) -> bool:
+    return any(model is other for other in models)
 
 
 def _listed(parameters: Parameters) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
-# -- uneven inputs: ranks without batches join the others' collectives with zeros -----------------
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return all parameters of all groups of `optimizer`."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-@contextlib.contextmanager
-def join_uneven_inputs(accumulator: Accumulator) -> Generator[None]:
-    """In this block, ranks may have different numbers of micro-batches. Collective.
-
-    A rank without batches adds zeros to the others' steps, and takes over their models, optimizers
-    and schedules at the end. Unweighted losses are averaged over all ranks, those without batches
-    included; with ``backward(loss, weight=n)`` every item counts alike.
-
-    In this block the library averages models in DDP itself, after the backward pass.
-
-    :raises ValueError: for models whose forward pass needs all ranks: in FSDP, or in a DDP that
-        copies buffers before it.
-    """
-    if get_world_size() == 1:
-        yield
-        return
-    join = _Join(accumulator)
-    windows = accumulator.windows
-    windows.announce = join.announce
-    with contextlib.ExitStack() as stack:
-        for model in filter(averages_gradients_itself, windows.models):
-            stack.enter_context(without_gradient_sync(model))
-            stack.callback(model.register_forward_pre_hook(_check_joinable).remove)
-            windows.watch.add(model)
-        stack.callback(windows.end_join)
-        yield
-        join.follow()
-    join.take_over()
-
-
-def _check_joinable(model: nn.Module, _: Any) -> None:
-    check_joinable([model])
-
-
-class _Join:
-    """What ranks announce to each other at each event of a micro-batch."""
-
-    def __init__(self, accumulator: Accumulator) -> None:
-        self._accumulator = accumulator
-        self._windows = accumulator.windows
-        self._active = list(range(get_world_size()))
-        self._event = ""
-
-    def announce(self, event: str, value: Any) -> list[Any]:
-        """Send this rank's event; return the values of the ranks that still train. Collective.
-
-        :raises RuntimeError: on all ranks, if their events differ.
-        """
-        sent = all_gather((event, value), name="join_uneven_inputs")
-        active = [rank for rank, (other, _) in enumerate(sent) if other != "done"]
-        events = {sent[rank][0] for rank in active}
-        if len(events) > 1:
-            raise RuntimeError(f"ranks that train take different turns: {sorted(events)}")
-        if active:
-            self._active, self._windows.first_active = active, active[0]
-            self._event = events.pop()
-        return [sent[rank][1] for rank in active]
-
-    def follow(self) -> None:
-        """Join the others' micro-batches with zeros until no rank trains any more."""
-        window = None
-        while values := self.announce("done", None):
-            if self._event == "enter":
-                window = self._windows.named(values[0][0])
-                window.enter_without_batch(at_end=all(at_end for _, at_end in values))
-            elif self._event == "gradients":
-                self._windows.average_zeros(values[0][0], kept=values[0][1])
-            elif self._event == "weight":
-                all_reduce(0.0, name="weights")
-            elif window is not None and self._event == "backward":
-                number = window.add_weight(0.0 if values[0] else None)
-                if window.sync:
-                    window.scale_earlier(window.factor(number))
-                if window.averages:
-                    window.average()
-            elif window is not None:
-                window.end_micro_batch()
-
-    def take_over(self) -> None:
-        """Copy the state of a rank that trained last to all ranks. Collective."""
-        if len(self._active) == get_world_size():
-            return
-        source, accumulator = self._active[0], self._accumulator
-        windows = self._windows
-        given = [model for window in windows.all() for model in window.models]
-        for model in {id(model): model for model in [*windows.models, *given]}.values():
-            broadcast_model(model, source)
-        accumulator.precision.update_scaler()
-        stateful: list[Any] = [*accumulator.optimizers, *accumulator.schedules]
-        if accumulator.precision.scaler is not None:
-            stateful.append(accumulator.precision)
-        mine = [obj.state_dict() for obj in stateful]
-        for obj, state in zip(stateful, broadcast(mine, source, name="states"), strict=True):
-            if get_rank() != source:
-                obj.load_state_dict(state)
-        # A rank that has not stepped has gradients that the others have cleared, or not yet used.
-        used = [p for optimizer in accumulator.optimizers for p in parameters_of(optimizer)]
-        left = broadcast([p.grad for p in used], source)
-        if get_rank() not in self._active:
-            for p, gradient in zip(used, left, strict=True):
-                p.grad = gradient
+def check_joinable(models: Iterable[nn.Module]) -> None:
+    """Raise ValueError for models whose forward pass needs all ranks."""
+    for model in filter(averages_gradients_itself, models):
+        if not isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                f"join_uneven_inputs(): the forward pass of {type(model).__name__} needs all "
+                f"ranks, also those without a batch; use loaders with even batches"
+            )
+        if model.broadcast_buffers and any(True for _ in model.buffers()):
+            raise ValueError(
+                "join_uneven_inputs(): this DDP model sends buffers in its forward pass, which "
+                "needs all ranks; wrap it with broadcast_buffers=False, or let prepare() do it"
+            )

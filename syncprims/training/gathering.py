@@ -27,11 +27,11 @@ def gather(tensor: Any, *, name: str | None = None) -> Any:
     if not has_only_tensors(tensor):
         raise TypeError("gather() takes tensors, and lists, tuples and mappings of them only")
     _refuse_nested(tensor)
-    mine = [(path, one.detach().reshape(one.shape or (1,))) for path, one in named_leaves(tensor)]
-    kinds = [(path, str(one.dtype), list(one.shape[1:])) for path, one in mine]
-    parts = [one.cpu() for _, one in mine]
-    sent = [(len(one), one if one.nbytes <= _SMALL else None) for one in parts]
-    rows = syncprims.all_gather((kinds, sent), name=name)
+    named = [
+        (path, leaf.detach().reshape(leaf.shape or (1,))) for path, leaf in named_leaves(tensor)
+    ]
+    kinds = [(path, str(leaf.dtype), list(leaf.shape[1:])) for path, leaf in named]
+    rows = syncprims.all_gather((kinds, [leaf.cpu() for _, leaf in named]), name=name)
     if any(kinds != rows[0][0] for kinds, _ in rows):
         lines = "\n".join(f"  rank {rank}: {kinds}" for rank, (kinds, _) in enumerate(rows))
         raise syncprims.RankMismatch(
@@ -39,31 +39,8 @@ def gather(tensor: Any, *, name: str | None = None) -> Any:
             f"{lines}\n"
             f"Pad them with pad_across_processes(), or gather objects."
         )
-    columns = zip(parts, zip(*(sent for _, sent in rows), strict=True), strict=True)
-    joined = iter([_join(part, list(column), name) for part, column in columns])
-    return map_tensors(lambda one: next(joined).to(one.device), tensor)
-
-
-#: Bytes of a tensor that travels together with its shape. A larger one is received in its place.
-_SMALL = 1 << 16
-
-
-def _join(
-    mine: torch.Tensor, rows: list[tuple[int, torch.Tensor | None]], name: str | None
-) -> torch.Tensor:
-    """Return all ranks' tensors in one; of those that have not come, only the length is known."""
-    if all(one is not None for _, one in rows):
-        return torch.cat([one for _, one in rows if one is not None])
-    joined = mine.new_empty((sum(length for length, _ in rows), *mine.shape[1:]))
-    places = torch.split(joined, [length for length, _ in rows])
-    places[syncprims.get_rank()].copy_(mine)
-    for rank, (place, (_, one)) in enumerate(zip(places, rows, strict=True)):
-        if one is not None:
-            place.copy_(one)
-        else:  # as bytes: there are dtypes that only torch knows
-            raw = place.view(-1).view(torch.uint8)
-            syncprims.broadcast(raw, rank, out=raw, name=name)
-    return joined
+    joined = map(torch.cat, zip(*(leaves for _, leaves in rows), strict=True))
+    return map_tensors(lambda leaf: next(joined).to(leaf.device), tensor)
 
 
 def gather_for_metrics(

@@ -7,14 +7,16 @@ compute the gradients.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from syncprims import RankMismatch, all_gather, all_reduce, broadcast, get_world_size
@@ -174,6 +176,39 @@ def describe(tensor: torch.Tensor) -> str:
     """Return shape and dtype of `tensor`, which must be equal on all ranks to copy its values."""
     shape = "of no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
     return f"{shape}, {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def averages_gradients_itself(model: nn.Module) -> bool:
+    """Return whether `model` averages its gradients over the ranks, as in DDP and FSDP."""
+    return isinstance(model, DistributedDataParallel) or hasattr(
+        model, "set_requires_gradient_sync"
+    )
+
+
+@contextlib.contextmanager
+def without_gradient_sync(model: Any) -> Generator[None]:
+    """In this block a backward pass of the wrapper leaves gradients as they are on this rank."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(model, DistributedDataParallel):
+            stack.enter_context(model.no_sync())
+        elif hasattr(model, "set_requires_gradient_sync"):  # FSDP
+            model.set_requires_gradient_sync(False)
+            stack.callback(model.set_requires_gradient_sync, True)
+        yield
+
+
+@contextlib.contextmanager
+def with_gradient_sync(model: Any) -> Generator[None]:
+    """In this block a backward pass of the wrapper averages gradients, whatever was said before."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(model, DistributedDataParallel):
+            before = model.require_backward_grad_sync
+            model.require_backward_grad_sync = True
+            stack.callback(setattr, model, "require_backward_grad_sync", before)
+            model.reducer.prepare_for_backward([])  # as at the end of its forward pass
+        elif hasattr(model, "set_requires_gradient_sync"):  # FSDP
+            model.set_requires_gradient_sync(True)
+        yield
 
 
 # -- backward passes that a script runs itself: they average gradients, too, as in DDP ------------

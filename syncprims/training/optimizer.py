@@ -9,8 +9,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .accumulation_window import AccumulationWindow, HeldGradients, WindowSet, parameters_of
-from .gradient_sync import average_gradients
+from .accumulation import AccumulationWindow, Accumulator, parameters_of
 
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # pyright: ignore[reportPrivateUsage]
 
@@ -33,7 +32,7 @@ class PreparedOptimizer(Optimizer):
     Everything else (`state`, `param_groups`, hooks, state dicts) is that of :attr:`optimizer`.
     """
 
-    def __init__(self, optimizer: Optimizer, windows: WindowSet) -> None:
+    def __init__(self, optimizer: Optimizer, accumulator: Accumulator) -> None:
         # Not Optimizer.__init__: the wrapped optimizer holds everything already.
         self.optimizer = optimizer
         self._recorder = _StepRecorder(optimizer)
@@ -42,24 +41,20 @@ class PreparedOptimizer(Optimizer):
         self.steps_taken = 0
         self.steps_skipped = 0
         self.step_was_skipped = False  #: the last step met an overflow, on some rank
-        # Gradients of earlier micro-batches, if other optimizers' losses reach these parameters.
-        self._held: HeldGradients = {}
-        self._follow(windows)
+        self._follow(accumulator)
 
-    def _follow(self, windows: WindowSet) -> None:
-        """Step and clear when these windows are closed, and forget all earlier ones."""
-        self._shared, self._precision = windows, windows.precision
+    def _follow(self, accumulator: Accumulator) -> None:
+        """Step and clear when windows of `accumulator` are closed, and forget all earlier ones."""
+        self._accumulator, self._precision = accumulator, accumulator.precision
         self._windows: list[AccumulationWindow] = []
-        self._known_windows = self._known_groups = -1
+        self._known = -1, -1  # numbers of windows and groups at the last search
         self._forget_gradients()
-        windows.held.append((self.optimizer, self._held))
 
     def _forget_gradients(self) -> None:
         """Forget what is known of the gradients: others have taken their place."""
         self._used = False  # a step has used the gradients
-        self._stepped: list[float] | None = None  # of the last step's window, as its identity
+        self._stepped: object = None  # the period of the window of the last step
         self._ready = False  # the gradients are unscaled, and whole
-        self._held.clear()
 
     # -- the optimizer's own ------------------------------------------------------------------
 
@@ -113,15 +108,14 @@ class PreparedOptimizer(Optimizer):
 
     def _window(self) -> AccumulationWindow | None:
         """Return the window of these parameters; of several, the last entered one."""
-        shared, groups = self._shared, len(self.optimizer.param_groups)
-        if self._known_windows != len(shared.entered) or self._known_groups != groups:
-            # Searched once: a step asks for it several times.
-            self._known_windows, self._known_groups = len(shared.entered), groups
-            self._windows = shared.owning(parameters_of(self.optimizer))
-        windows = self._windows
-        if len(windows) > 1:
-            return next(window for window in reversed(shared.entered) if window in windows)
-        return windows[0] if windows else None
+        entered, groups = self._accumulator.entered, len(self.optimizer.param_groups)
+        if self._known != (len(entered), groups):  # searched once: a step asks several times
+            self._known = len(entered), groups
+            ids = {id(p) for p in parameters_of(self.optimizer)}
+            self._windows = [window for window in entered if window.owns(ids)]
+        if len(self._windows) > 1:
+            return next(window for window in reversed(entered) if window in self._windows)
+        return self._windows[0] if self._windows else None
 
     def step(self, closure: Any = None) -> Any:
         """Step if the window is closed; otherwise keep the gradients for the next step.
@@ -130,11 +124,11 @@ class PreparedOptimizer(Optimizer):
         """
         window = self._window()
         if window is not None and not window.sync:
-            if len(self._shared.held) > 1:
-                self._hold_gradients()
+            if len(self._accumulator.optimizers) > 1:
+                window.hold(parameters_of(self.optimizer))
             return None
         scaled = self._precision.scaler is not None
-        if scaled or self._held:
+        if scaled or (window is not None and window.held):
             self.unscale_gradients()
         result = None
         self.step_was_skipped = False
@@ -148,7 +142,7 @@ class PreparedOptimizer(Optimizer):
             self.step_was_skipped = not self._recorder.called
         self._ready, self._used = False, True
         if window is not None:
-            window.stepped, self._stepped = True, window.weights
+            window.stepped, self._stepped = True, window.period
         self.steps_skipped += self.step_was_skipped
         self.steps_taken += not self.step_was_skipped
         return result
@@ -159,19 +153,10 @@ class PreparedOptimizer(Optimizer):
         Before this optimizer's own backward, it also drops what other losses have left in them
         since its last `step`.
         """
-        if not self._used:
-            window = self._window()
-            if (
-                window is not None
-                and window.weights
-                and window.weights is not self._stepped
-                and (not window.sync or window.count > 1)
-            ):
-                if self._held:
-                    for p in parameters_of(self.optimizer):
-                        p.grad = self._held.get(p)
-                    self._held.clear()
-                return
+        window = self._window()
+        if window is not None and not self._used and window.waits_for(self._stepped):
+            window.restore(parameters_of(self.optimizer))
+            return
         if set_to_none and self._plain and not _is_profiled():
             # As torch does, without its profiler's mark, which takes longer than all the rest.
             for group in self.optimizer.param_groups:
@@ -180,15 +165,18 @@ class PreparedOptimizer(Optimizer):
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
         self._used = self._ready = False
-        self._held.clear()
+        if window is not None and window.held:
+            for p in parameters_of(self.optimizer):
+                window.held.pop(p, None)
 
     def unscale_gradients(self) -> None:
         """Leave in ``.grad`` what the step will use: whole and unscaled. Acts once per step."""
         if self._ready:
             return
         self._ready = True
-        if self._held:
-            self._add_held_gradients()
+        window = self._window()
+        if window is not None and window.held:
+            window.add_held(parameters_of(self.optimizer))
         scaler = self._precision.scaler
         if scaler is None:
             return
@@ -200,28 +188,6 @@ class PreparedOptimizer(Optimizer):
                 if (after := scaler.get_scale()) != before:
                     torch._foreach_mul_(there, after / before)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             scaler.unscale_(self._recorder)
-
-    def _hold_gradients(self) -> None:
-        """Move gradients out of ``.grad``: other optimizers' losses will write there."""
-        for p in parameters_of(self.optimizer):
-            before = self._held.get(p)
-            if before is None:
-                self._held[p] = p.grad
-            elif p.grad is not None:
-                before.add_(p.grad)
-            p.grad = None
-
-    def _add_held_gradients(self) -> None:
-        """Add held gradients to ``.grad``, averaged, which the last backward pass did not do."""
-        parameters = parameters_of(self.optimizer)
-        now = {p: p.grad for p in parameters}
-        for p in parameters:
-            p.grad = self._held.get(p)
-        average_gradients(p for p in parameters if isinstance(p, torch.nn.Parameter))
-        for p, gradient in now.items():
-            if gradient is not None:
-                p.grad = gradient if p.grad is None else p.grad.add_(gradient)
-        self._held.clear()
 
 
 class _StepRecorder(Optimizer):

@@ -20,10 +20,9 @@ from syncprims import current, get_local_rank, get_world_size
 from syncprims._data.arrays import own_device
 
 from .accumulation import Accumulator
-from .accumulation_window import averages_gradients_itself
 from .data import PreparedLoader, prepare_data_loader
-from .gradient_sync import broadcast_model, has_process_group
-from .optimizer import PreparedScheduler
+from .gradient_sync import averages_gradients_itself, broadcast_model, has_process_group
+from .optimizer import PreparedOptimizer, PreparedScheduler
 from .precision import remove_autocast
 
 T = TypeVar("T")
@@ -131,7 +130,7 @@ class Preparation:
         if get_world_size() > 1 and not hasattr(model, "no_sync"):
             object.__setattr__(model, "no_sync", _NoSync(self.accumulator, model))
         self.accumulator.models.append(model)
-        self.accumulator.windows.add_model(model)
+        self.accumulator._watch_model(model)  # pyright: ignore[reportPrivateUsage]
         return model
 
     def loader(self, loader: DataLoader[Any]) -> PreparedLoader[Any]:
@@ -151,6 +150,19 @@ class Preparation:
         )
         if not any(prepared is known for known in self.loaders):
             self.loaders.append(prepared)
+        return prepared
+
+    def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        """Return `optimizer` wrapped: it steps and clears only when a window is closed."""
+        accumulator = self.accumulator
+        if not isinstance(optimizer, PreparedOptimizer):
+            prepared = PreparedOptimizer(optimizer, accumulator)
+        elif any(optimizer is known for known in accumulator.optimizers):
+            return optimizer
+        else:  # another accumulator's, or forgotten here
+            prepared = optimizer
+            prepared._follow(accumulator)  # pyright: ignore[reportPrivateUsage]
+        accumulator.optimizers.append(prepared)
         return prepared
 
     def scheduler(self, scheduler: Any) -> PreparedScheduler:
@@ -181,7 +193,7 @@ class Preparation:
         made = [self.model(obj) if isinstance(obj, nn.Module) else obj for obj in objects]
         for index, obj in enumerate(objects):
             if isinstance(obj, Optimizer):
-                made[index] = self.accumulator.prepare_optimizer(obj)
+                made[index] = self.optimizer(obj)
             elif isinstance(obj, DataLoader):
                 made[index] = self.loader(obj)
         return tuple(self.scheduler(one) if _is_scheduler(one) else one for one in made)

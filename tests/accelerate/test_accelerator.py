@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 from pathlib import Path
@@ -22,11 +21,10 @@ from support.training_models import (
     rows,
     small_model,
 )
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncprims
-from syncprims.accelerate import Accelerator, utils
+from syncprims.accelerate import Accelerator
 from syncprims.training import CheckpointError, PreparedOptimizer, rank_device
 
 
@@ -69,106 +67,6 @@ def test_the_same_numbers_on_any_number_of_ranks(world: Ranks) -> None:
 
 
 @everywhere
-def test_the_place_of_a_rank(world: Ranks) -> None:
-    def program() -> list[Any]:
-        a = Accelerator()
-        called = []
-        a.on_main_process(lambda: called.append("main"))()
-        a.on_local_main_process(lambda: called.append("local main"))()
-        a.on_last_process(lambda: called.append("last"))()
-
-        @a.on_process(process_index=0)  # type: ignore[untyped-decorator]
-        def zero() -> None:
-            called.append("zero")
-
-        a.on_local_process(local_process_index=0)(lambda: called.append("local zero"))()
-        zero()
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            a.print("once", end="!")
-        with pytest.raises(ValueError, match="process_index"):
-            a.on_process(zero)
-        a.wait_for_everyone()
-        with a.main_process_first():
-            pass
-        with a.local_main_process_first():
-            pass
-        assert (a.process_index, a.num_processes) == (
-            syncprims.get_rank(),
-            syncprims.get_world_size(),
-        )
-        assert a.is_main_process == a.is_local_main_process == (a.local_process_index == 0)
-        return [called, out.getvalue(), a.is_last_process]
-
-    first = ["main", "local main", "zero", "local zero"]
-    for rank, seen in enumerate(world.run(program)):
-        last = ["last"] * (rank == world.ranks - 1)
-        called = (["main", "local main", *last, "local zero", "zero"]) if rank == 0 else last
-        assert sorted(seen[0]) == sorted(called)
-        assert set(first) >= set(called) - {"last"}
-        assert seen[1:] == ["once!" if rank == 0 else "", bool(last)]
-
-
-@everywhere
-def test_tensors_of_all_ranks(world: Ranks) -> None:
-    def program() -> None:
-        a, rank, ranks = Accelerator(), syncprims.get_rank(), syncprims.get_world_size()
-        every = torch.arange(ranks)
-        assert a.gather(torch.tensor(rank)).tolist() == every.tolist()
-        ragged = a.gather({"x": [torch.full((rank + 1, 2), rank)]})["x"][0]
-        assert ragged[:, 0].tolist() == [r for r in range(ranks) for _ in range(r + 1)]
-        total = float(every.sum())
-        assert a.reduce(torch.tensor(float(rank))) == total
-        assert a.reduce([torch.tensor(rank)], "mean", scale=2.0)[0] == 2 * total / ranks
-        assert a.reduce(torch.tensor(rank), "none") == rank
-        with pytest.raises(ValueError, match="minimum"):
-            a.reduce(torch.tensor(rank), "minimum")  # type: ignore[arg-type]
-        mine = torch.full((2,), float(rank))
-        assert utils.broadcast(mine, from_process=ranks - 1) is mine
-        assert mine.tolist() == [ranks - 1.0] * 2
-        padded = a.pad_across_processes(torch.ones(1, rank + 1), dim=1, pad_index=7)
-        assert padded.tolist() == [[1.0] * (rank + 1) + [7.0] * (ranks - rank - 1)]
-        first = a.pad_across_processes(torch.ones(rank + 1), pad_first=True)
-        assert first.tolist() == [0.0] * (ranks - rank - 1) + [1.0] * (rank + 1)
-        with pytest.raises(TypeError, match="tensors"):
-            a.gather(["text"])
-
-    assert world.run(program) == [None] * world.ranks
-
-
-@in_pairs
-def test_tensors_that_cannot_be_joined_are_told(world: Ranks) -> None:
-    def program() -> None:
-        rank = syncprims.get_rank()
-        for tree in (torch.ones(2, 3 + rank), {"ab"[rank]: torch.ones(1)}):
-            with pytest.raises(syncprims.RankMismatch):
-                Accelerator().gather(tree)
-
-    assert world.run(program) == [None] * 2
-
-
-@everywhere
-def test_flags_and_shares(world: Ranks) -> None:
-    def program() -> list[Any]:
-        a = Accelerator()
-        if a.is_last_process:
-            a.set_trigger()
-        seen: list[Any] = [a.check_trigger(), a.check_trigger()]
-        given = {"a": [1, 2, 3, 4, 5]}
-        with a.split_between_processes(given) as share:
-            seen.append(share["a"])
-        with a.split_between_processes((1, 2, 3, 4, 5), apply_padding=True) as share:
-            seen.append(len(share))
-        assert given == {"a": [1, 2, 3, 4, 5]}
-        return seen
-
-    results = world.run(program)
-    assert all(seen[:2] == [True, False] for seen in results)
-    assert [x for seen in results for x in seen[2]] == [1, 2, 3, 4, 5]
-    assert {seen[3] for seen in results} == {-(-5 // world.ranks)}
-
-
-@everywhere
 def test_a_job_goes_on_where_it_was_saved(world: Ranks, tmp_path: Path) -> None:
     def job(stop_at: int | None, start: bool) -> list[Any]:
         a = new_job(2)
@@ -195,64 +93,6 @@ def test_a_job_goes_on_where_it_was_saved(world: Ranks, tmp_path: Path) -> None:
 
     whole = world.run(lambda: job(7, False))
     assert world.run(lambda: job(None, True)) == whole
-
-
-@everywhere
-def test_saving_writes_on_main_only(world: Ranks, tmp_path: Path) -> None:
-    def program() -> None:
-        a = Accelerator()
-        a.save({"rank": torch.tensor(a.process_index)}, tmp_path / "x.bin")
-        before = os.umask(0o022)
-        try:
-            a.save({"rank": torch.ones(2)}, tmp_path / "x.safetensors", safe_serialization=True)
-        finally:
-            os.umask(before)
-        stream = io.BytesIO()
-        a.save({"rank": torch.ones(2)}, stream, safe_serialization=True)
-        assert bool(stream.getvalue()) == a.is_main_process
-        if a.is_main_process:
-            assert load(stream.getvalue())["rank"].tolist() == [1, 1]
-            for obj, said in (({"a": 1}, "'a' is of type int"), ([1], "a dict of tensors")):
-                with pytest.raises(CheckpointError, match=said):
-                    a.save(obj, tmp_path / "x.safetensors", safe_serialization=True)
-            with pytest.raises(CheckpointError, match=r"none/y\.bin: rank 0: FileNotFound"):
-                a.save(1, tmp_path / "none" / "y.bin")
-            with pytest.raises(TypeError, match="a str, a path or an opened file"):
-                a.save(1, os.fsencode(tmp_path / "y.bin"))
-
-    world.run(program)
-    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o644
-    assert load_file(tmp_path / "x.safetensors")["rank"].tolist() == [1, 1]
-    assert torch.load(tmp_path / "x.bin", weights_only=True) == {"rank": torch.tensor(0)}
-    assert sorted(p.name for p in tmp_path.glob("x.*")) == ["x.bin", "x.safetensors"]
-
-
-@alone
-@pytest.mark.parametrize("safe", [False, True])
-def test_saving_follows_links_and_leaves_what_is_no_file(
-    world: Ranks, safe: bool, tmp_path: Path
-) -> None:
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "old").write_bytes(b"old")
-    for name in ("old", "new"):
-        (tmp_path / name).symlink_to(f"there/{name}")
-    os.mkfifo(tmp_path / "there" / "fifo")
-    (tmp_path / "fifo").symlink_to("there/fifo")
-
-    def program() -> None:
-        a = Accelerator()
-        for name in ("old", "new"):
-            a.save({"x": torch.ones(2)}, tmp_path / name, safe_serialization=safe)
-            assert (tmp_path / "there" / name).stat().st_size > 100
-        for name in ("there/fifo", "fifo", "there"):
-            with pytest.raises(CheckpointError, match=f"{name}'.*still stands") as caught:
-                a.save({"x": torch.ones(2)}, tmp_path / name, safe_serialization=safe)
-            assert "only a regular file can be replaced" in str(caught.value)
-
-    world.run(program)
-    assert all((tmp_path / name).is_symlink() for name in ("old", "new", "fifo"))
-    assert sorted(p.name for p in (tmp_path / "there").iterdir()) == ["fifo", "new", "old"]
-    assert (tmp_path / "there" / "fifo").is_fifo()
 
 
 @alone
@@ -314,31 +154,6 @@ def test_transformers_train_and_are_saved(world: Ranks, tmp_path: Path) -> None:
     assert world.run(program) == [None] * 2
 
 
-@everywhere
-def test_uneven_batches_in_a_block_that_joins(world: Ranks) -> None:
-    def program() -> tuple[list[list[int]], bool, float]:
-        job = Accelerator(cpu=True)
-        model: Any = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(model.weight)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
-        ranks = syncprims.get_world_size()
-        loader: Any = DataLoader(range(ranks + 1), batch_size=1)  # type: ignore[arg-type]
-        model, optimizer, loader = job.prepare(model, optimizer, loader)
-        seen = []
-        with job.join_uneven_inputs([model], even_batches=False):
-            for batch in loader:
-                with job.accumulate(model):
-                    job.backward(model(torch.ones(1, 1)).sum(), weight=1)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                seen.append(batch.tolist())
-        return seen, loader.even_batches, numbers(model)[0]
-
-    ranks = world.ranks
-    for rank, outcome in enumerate(world.run(program)):
-        assert outcome == ([[rank]] + [[ranks]] * (rank == 0), True, -2.0)
-
-
 @pytest.mark.parametrize(
     ("current", "devices", "used"),
     [(0, 4, [0, 1]), (3, 4, [3, 3]), (0, 1, [0, 0])],
@@ -383,3 +198,65 @@ def test_on_the_cpu_no_accelerator_is_initialized(meeting_place: Path) -> None:
 
     expected = [*["cpu"] * 3, False, []]
     assert Ranks(Kind("file", 2), meeting_place).run_alone(program) == [expected] * 2
+
+
+@everywhere
+def test_tensors_of_all_ranks(world: Ranks) -> None:
+    """What Accelerate's own script of operations does not try."""
+
+    def program() -> None:
+        a, rank, ranks = Accelerator(), syncprims.get_rank(), syncprims.get_world_size()
+        ragged = a.gather({"x": [torch.full((rank + 1, 2), rank)]})["x"][0]
+        assert ragged[:, 0].tolist() == [r for r in range(ranks) for _ in range(r + 1)]
+        mean = sum(range(ranks)) / ranks
+        assert a.reduce([torch.tensor(rank)], "mean", scale=2.0)[0] == 2 * mean
+        assert a.reduce(torch.tensor(rank), "none") == rank
+        with pytest.raises(ValueError, match="minimum"):
+            a.reduce(torch.tensor(rank), "minimum")  # type: ignore[arg-type]
+        padded = a.pad_across_processes(torch.ones(1, rank + 1), dim=1, pad_index=7)
+        assert padded.tolist() == [[1.0] * (rank + 1) + [7.0] * (ranks - rank - 1)]
+        with pytest.raises(TypeError, match="tensors"):
+            a.gather(["text"])
+        if ranks > 1:
+            for tree in (torch.ones(2, 3 + rank), {f"{rank}": torch.ones(1)}):
+                with pytest.raises(syncprims.RankMismatch):
+                    a.gather(tree)
+
+    world.run(program)
+
+
+@everywhere
+def test_main_saves_objects(world: Ranks, tmp_path: Path) -> None:
+    """Links are followed, and what is no file is left alone."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "old").write_bytes(b"old")
+    for name in ("old", "new"):
+        (tmp_path / name).symlink_to(f"there/{name}")
+    os.mkfifo(tmp_path / "there" / "fifo")
+
+    def program() -> None:
+        a = Accelerator()
+        a.save({"rank": torch.tensor(a.process_index)}, tmp_path / "old")
+        a.save({"rank": torch.ones(2)}, tmp_path / "new", safe_serialization=True)
+        stream = io.BytesIO()
+        a.save({"rank": torch.ones(2)}, stream, safe_serialization=True)
+        assert bool(stream.getvalue()) == a.is_main_process
+        if not a.is_main_process:
+            return
+        assert load(stream.getvalue())["rank"].tolist() == [1, 1]
+        for obj, said in (({"a": 1}, "'a' is of type int"), ([1], "a dict of tensors")):
+            with pytest.raises(CheckpointError, match=said):
+                a.save(obj, tmp_path / "x", safe_serialization=True)
+        with pytest.raises(CheckpointError, match=r"none/y\.bin: rank 0: FileNotFound"):
+            a.save(1, tmp_path / "none" / "y.bin")
+        with pytest.raises(TypeError, match="a str, a path or an opened file"):
+            a.save(1, os.fsencode(tmp_path / "y.bin"))
+        for name in ("there/fifo", "there"):
+            with pytest.raises(CheckpointError, match=f"only a regular file .*{name}'.*still"):
+                a.save({"x": torch.ones(2)}, tmp_path / name)
+
+    world.run(program)
+    assert load_file(tmp_path / "new")["rank"].tolist() == [1, 1]
+    assert torch.load(tmp_path / "old", weights_only=True) == {"rank": torch.tensor(0)}
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_symlink()) == ["new", "old"]
+    assert sorted(p.name for p in (tmp_path / "there").iterdir()) == ["fifo", "new", "old"]

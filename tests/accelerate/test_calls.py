@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from support.training_models import (
     alone,
     gradient,
     in_pairs,
     new_job,
-    numbers,
     ones,
     unit_model,
 )
 
 from syncprims.accelerate import Accelerator
+from syncprims.accelerate.utils import ProjectConfiguration
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,64 +24,6 @@ if TYPE_CHECKING:
     from support.rank_worlds import Ranks
 
 # -- calls ----------------------------------------------------------------------------------------
-
-
-@alone
-def test_the_project_can_be_changed(world: Ranks, tmp_path: Path) -> None:
-    def program() -> None:
-        job = Accelerator(cpu=True, project_dir=tmp_path)
-        job.project_configuration.iteration = 7
-        job.save_state()
-        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_7"]
-        assert job.save_iteration == 8
-        job.project_configuration.set_directories(tmp_path / "other")
-        assert (job.project_dir, job.save_iteration) == (tmp_path / "other", 8)
-
-    world.run(program)
-
-
-@in_pairs
-def test_a_tracker_may_run_on_all_ranks(world: Ranks) -> None:
-    class Everywhere:
-        name = "everywhere"
-        main_process_only = False
-
-        def __init__(self) -> None:
-            self.seen: list[Any] = []
-
-        def log(self, values: dict[str, Any], step: int | None = None) -> None:
-            self.seen.append((values, step))
-
-    def program() -> list[Any]:
-        tracker = Everywhere()
-        job = Accelerator(cpu=True, log_with=tracker)
-        job.init_trackers("run")
-        job.log({"rank": job.process_index}, step=1)
-        job.end_training()
-        return tracker.seen
-
-    assert world.run(program) == [[({"rank": rank}, 1)] for rank in (0, 1)]
-
-
-@in_pairs
-def test_gradients_between_windows(world: Ranks) -> None:
-    """Each loss is divided at once; a call before the backward pass clears nothing."""
-
-    def program() -> list[float]:
-        job = Accelerator(gradient_accumulation_steps=2, cpu=True)
-        plain: Any = unit_model()
-        model, optimizer = job.prepare(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
-        seen = []
-        for number in (1.0, 3.0):
-            with job.accumulate(model):
-                optimizer.zero_grad()
-                job.backward(model(torch.full((1, 1), number)).mean())
-                seen.append(gradient(model))
-                optimizer.step()
-                seen.append(numbers(model)[0])
-        return seen
-
-    assert world.run(program) == [[0.5, 0.0, 2.0, -2.0]] * 2
 
 
 @in_pairs
@@ -145,44 +88,38 @@ def test_objects_gathered_for_metrics(world: Ranks) -> None:
     assert world.run(program) == [wanted] * 2
 
 
-@alone
-def test_a_directory_that_is_given_is_used(world: Ranks, tmp_path: Path) -> None:
-    def program() -> None:
-        from syncprims.accelerate.utils import ProjectConfiguration
+class Best:
+    def __init__(self, value: int = 1) -> None:
+        self.value = value
 
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+@alone
+def test_checkpoints_of_a_project_and_elsewhere(world: Ranks, tmp_path: Path) -> None:
+    """Numbers go on, registered objects have names, and the project may move."""
+
+    def program() -> None:
         project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
-        job = Accelerator(cpu=True, project_config=project)
-        job.prepare(unit_model())
+        job, again = Accelerator(cpu=True, project_config=project), Accelerator(cpu=True)
+        job.register_for_checkpointing(first=Best(1), second=Best(2))
         job.save_state(tmp_path / "mine")
         assert not (tmp_path / "checkpoints").exists()
-        job.save_state()
-        job.load_state(tmp_path / "mine")
-        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
-
-    world.run(program)
-
-
-@alone
-def test_registered_objects_have_names(world: Ranks, tmp_path: Path) -> None:
-    class Best:
-        value = 1
-
-        def state_dict(self) -> dict[str, int]:
-            return {"value": self.value}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.value = state["value"]
-
-    def program() -> None:
-        job, again = Accelerator(cpu=True), Accelerator(cpu=True)
-        first, second = Best(), Best()
-        second.value = 2
-        job.register_for_checkpointing(first=first, second=second)
-        job.save_state(tmp_path / "state")
-        one, two = Best(), Best()
+        one, two = Best(0), Best(0)
         again.register_for_checkpointing(second=two)
         again.register_for_checkpointing(first=one)
-        again.load_state(tmp_path / "state")
+        again.load_state(tmp_path / "mine")
         assert (one.value, two.value) == (1, 2)
+        job.project_configuration.iteration = 7
+        job.save_state()
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_7"]
+        job.project_configuration.set_directories(tmp_path / "other")
+        assert (job.project_dir, job.save_iteration) == (tmp_path / "other", 8)
+        with pytest.raises(ValueError, match="registered_0: 1, registered_1: 'x'"):
+            job.register_for_checkpointing(1, "x")
 
     world.run(program)

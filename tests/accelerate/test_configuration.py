@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.training_models import (
     alone,
-    close,
     everywhere,
     feed,
     gradient,
@@ -24,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import syncprims
 from syncprims.accelerate import Accelerator
+from syncprims.accelerate.tracking import GeneralTracker, on_main_process
 from syncprims.accelerate.utils import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -37,7 +37,7 @@ from syncprims.accelerate.utils import (
 from syncprims.training import prepare_data_loader, skip_first_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from support.rank_worlds import Ranks
 
@@ -126,10 +126,20 @@ def test_what_has_no_equivalent_is_told(world: Ranks) -> None:
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ValueError, "two of Autocast"),
     ]
 
+    calls: list[tuple[Callable[[Any], object], str]] = [
+        (lambda job: job.prepare(unit_model(), None, device_placement=[True, False]), "move"),
+        (lambda job: job.prepare_model(unit_model(), evaluation_mode=True), "requires_grad_"),
+        (lambda job: job.prepare_data_loader([], slice_fn_for_dispatch=id), "collate_fn"),
+        (lambda job: job.load_state("x", {"a": 1}), "leave it out"),
+    ]
+
     def program() -> None:
         for options, kind, said in cases:
             with pytest.raises(kind, match=said):
                 Accelerator(cpu=True, **options)
+        for call, said in calls:
+            with pytest.raises(TypeError, match=f"is not offered; instead: .*{said}"):
+                call(Accelerator(cpu=True))
 
     assert world.run(program) == [None]
 
@@ -163,26 +173,6 @@ def test_calls_that_ask_for_what_is_so_anyway(world: Ranks, tmp_path: Path) -> N
     assert world.run(program) == [wanted] * world.ranks
 
 
-@alone
-def test_arguments_that_are_not_offered_say_what_to_do(world: Ranks, tmp_path: Path) -> None:
-    def program() -> None:
-        job: Any = Accelerator(cpu=True)
-        model = unit_model()
-        cases: list[tuple[Any, str]] = [
-            (lambda: job.prepare(model, model, device_placement=[True, False]), "move"),
-            (lambda: job.prepare_model(model, False), "move"),
-            (lambda: job.prepare_model(model, evaluation_mode=True), "requires_grad_"),
-            (lambda: job.prepare_data_loader([], slice_fn_for_dispatch=id), "collate_fn"),
-            (lambda: job.load_state(tmp_path / "x", {"a": 1}), "leave it out"),
-        ]
-        for call, said in cases:
-            with pytest.raises(TypeError, match=f"is not offered; instead: .*{said}"):
-                call()
-        assert not list(tmp_path.glob("x*"))
-
-    assert world.run(program) == [None]
-
-
 @everywhere
 def test_a_window_may_span_epochs(world: Ranks) -> None:
     def program() -> tuple[list[int], list[float]]:
@@ -206,29 +196,6 @@ def test_a_window_may_span_epochs(world: Ranks) -> None:
 
 
 @in_pairs
-def test_gradients_may_be_averaged_after_each_micro_batch(world: Ranks) -> None:
-    def program() -> list[float]:
-        plugin = GradientAccumulationPlugin(2, sync_each_batch=True)
-        job = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-        model: Any = job.prepare(unit_model())
-        seen: list[float] = []
-        for number in range(4):
-            with job.accumulate(model):
-                loss = model(torch.full((1, 1), 1.0 + number + 10.0 * job.process_index)).mean()
-                if number < 2:
-                    job.backward(loss)
-                else:
-                    loss.backward()  # neither counted nor scaled
-            seen.append(gradient(model))
-            if number == 1:
-                model.zero_grad()
-        return seen
-
-    first, second = world.run(program)
-    assert first == second == [3.0, (6.0 + 7.0) / 2, 8.0, 8.0 + 9.0]
-
-
-@in_pairs
 def test_a_later_backward_pass_synchronizes_earlier_forward_passes(world: Ranks) -> None:
     def program() -> float:
         job = Accelerator(cpu=True)
@@ -245,41 +212,6 @@ def test_a_later_backward_pass_synchronizes_earlier_forward_passes(world: Ranks)
         return after
 
     assert world.run(program) == [1.0 + 2.0 + 4.0] * 2
-
-
-class Tracker:
-    name = "mine"
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.seen.append(values)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
-        self.seen.append((values, step, options))
-
-    def finish(self) -> None:
-        self.seen.append("finished")
-
-
-@in_pairs
-def test_figures_go_to_trackers_on_rank_0(world: Ranks) -> None:
-    def program() -> list[Any]:
-        tracker = Tracker()
-        job = Accelerator(cpu=True, log_with=tracker)
-        job.init_trackers("project", {"lr": 1})
-        job.log({"loss": 2.0}, step=3, log_kwargs={"mine": {"commit": True}})
-        job.end_training()
-        assert job.get_tracker("mine") is tracker
-        with pytest.raises(ValueError, match="no tracker"):
-            job.get_tracker("other")
-        Accelerator(cpu=True).get_tracker("other").log({"loss": 2.0})  # there are none at all
-        seen: list[Any] = tracker.seen
-        return seen
-
-    wanted = [{"lr": 1}, ({"loss": 2.0}, 3, {"commit": True}), "finished"]
-    assert world.run(program) == [wanted, []]
 
 
 class Shared(IterableDataset[Any]):
@@ -366,41 +298,6 @@ def test_a_stream_that_breaks_is_told_on_all_ranks(world: Ranks) -> None:
 
 
 @in_pairs
-def test_a_job_on_a_stream_that_one_rank_reads(world: Ranks) -> None:
-    def program() -> tuple[list[float], list[int]]:
-        job = new_job(2, dispatch_batches=True)
-        model: Any = unit_model()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
-        stream: Any = Once(6)
-        model, optimizer, loader = job.prepare(model, optimizer, DataLoader(stream, batch_size=1))
-        seen: list[int] = []
-        for batch in loader:
-            with job.accumulate(model):
-                job.backward(model(batch["x"].float()).mean())
-                optimizer.step()
-                optimizer.zero_grad()
-            seen += job.gather_for_metrics(batch["x"].flatten()).tolist()
-        return numbers(model), seen
-
-    for moved, seen in world.run(program):
-        assert close(moved, [-(0 + 1 + 2 + 3) / 4 - (4 + 5) / 4])
-        assert seen == list(range(6))
-
-
-@in_pairs
-def test_a_tracker_whose_library_is_missing_is_silent(world: Ranks) -> None:
-    def program() -> list[Any]:
-        job = Accelerator(cpu=True, log_with=["wandb"])
-        job.init_trackers("run", {"lr": 1})
-        job.log({"loss": torch.tensor([2.0]), "note": "x"}, step=3)
-        job.get_tracker("wandb", unwrap=True).anything.at_all()
-        job.end_training()
-        return job.trackers
-
-    assert world.run(program) == [[], []]
-
-
-@in_pairs
 def test_a_tracker_of_a_library_gets_its_calls(world: Ranks, tmp_path: Path) -> None:
     """With a stand-in for the library: what it is called with."""
     import sys
@@ -446,33 +343,70 @@ def test_a_tracker_of_a_library_gets_its_calls(world: Ranks, tmp_path: Path) -> 
     ]
 
 
-@everywhere
-def test_the_state_has_accelerates_names(world: Ranks) -> None:
-    def program() -> list[Any]:
-        job = Accelerator(cpu=True, mixed_precision="bf16")
-        state: Any = job.state
-        assert state.num_processes == job.num_processes
-        assert state.process_index == job.process_index
-        assert state.local_process_index == job.local_process_index
-        assert state.device == torch.device("cpu")
-        assert state.mixed_precision == "bf16"
-        assert state.distributed_type.name == job.distributed_type.value
-        assert state.is_main_process == job.is_main_process
-        state.wait_for_everyone()
-        with state.split_between_processes([1, 2, 3, 4]) as mine:
-            part: list[int] = mine
-        job.project_configuration.set_directories("elsewhere")
-        assert job.project_dir == job.logging_dir == "elsewhere"
-        with pytest.raises(ValueError, match="registered_0: 1, registered_1: 'x'"):
-            job.register_for_checkpointing(1, "x")
-        return part
-
-    assert [one for mine in world.run(program) for one in mine] == [1, 2, 3, 4]
-
-
 @in_pairs
 def test_an_accelerator_on_the_device_that_the_environment_names(world: Ranks) -> None:
     def program() -> str:
         return str(Accelerator().device)
 
     assert world.run(program, ACCELERATE_TORCH_DEVICE="meta") == ["meta", "meta"]
+
+
+class Tracker:
+    def __init__(self, name: str, *, main_process_only: bool = True) -> None:
+        self.name, self.main_process_only = name, main_process_only
+        self.seen: list[Any] = []
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.seen.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        self.seen.append((values, step, options))
+
+    def finish(self) -> None:
+        self.seen.append("finished")
+
+
+class OfAccelerate(GeneralTracker):
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        values["seen"] = step
+
+
+@in_pairs
+def test_figures_go_to_trackers_on_main_or_on_all_ranks(world: Ranks) -> None:
+    def program() -> list[Any]:
+        mine, of_all = Tracker("mine"), Tracker("all ranks", main_process_only=False)
+        job = Accelerator(cpu=True, log_with=[mine, of_all, "wandb"])  # this is not installed
+        job.init_trackers("project", {"lr": 1})
+        job.log({"loss": 2.0}, step=3, log_kwargs={"mine": {"commit": True}})
+        job.get_tracker("wandb", unwrap=True).anything.at_all()
+        job.end_training()
+        assert job.get_tracker("mine") is mine
+        with pytest.raises(ValueError, match="no tracker"):
+            job.get_tracker("other")
+        Accelerator(cpu=True).get_tracker("other").log({"loss": 2.0})  # there are none at all
+        given: dict[str, Any] = {}
+        OfAccelerate().log(given, step=1)
+        assert bool(given) == job.is_main_process
+        return [mine.seen, of_all.seen]
+
+    first = [{"lr": 1}, ({"loss": 2.0}, 3, {"commit": True}), "finished"]
+    second = [{"lr": 1}, ({"loss": 2.0}, 3, {}), "finished"]
+    assert world.run(program) == [[first, second], [[], second]]
+
+
+@everywhere
+def test_the_state_has_accelerates_names(world: Ranks) -> None:
+    def program() -> list[Any]:
+        job = Accelerator(cpu=True, mixed_precision="bf16")
+        state: Any = job.state
+        for name in (
+            "num_processes", "process_index", "local_process_index", "device", "mixed_precision",
+            "distributed_type", "is_main_process", "is_local_main_process", "is_last_process",
+        ):  # fmt: skip
+            assert getattr(state, name) == getattr(job, name), name
+        state.wait_for_everyone()
+        with state.split_between_processes([1, 2, 3, 4]) as mine:
+            return list(mine)
+
+    assert [one for mine in world.run(program) for one in mine] == [1, 2, 3, 4]

@@ -276,69 +276,37 @@ def test_a_shuffle_is_one_order_for_all_and_another_each_epoch(
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_order_goes_on_in_a_new_process(world: Ranks, seed: int | None, workers: int) -> None:
+    """From any batch: after an epoch's last one, the loop goes on with what follows an epoch."""
+
+    def loop(loader: Any, states: list[Any]) -> list[Any]:
+        seen: list[Any] = []
+        for epoch in range(loader.state_dict()["epoch"], 3):
+            for batch in loader:
+                seen.append(batch.tolist())
+                states.append((len(seen), loader.state_dict()))
+            seen.append(f"end of epoch {epoch}")
+            states.append((len(seen), loader.state_dict()))
+        return seen
+
     def loader() -> Any:
-        plain = feed(
-            range(24),
-            batch_size=2,
-            shuffle=True,
-            num_workers=workers,
-        )
+        plain = feed(range(12), batch_size=2, shuffle=True, num_workers=workers)
         return prepare_data_loader(plain, seed=seed)
 
-    def whole() -> Any:
-        first, states, seen = loader(), [], []
-        for _ in range(2):
-            for batch in first:
-                seen.append(batch.tolist())
-                states.append(first.state_dict())
-            states.append(first.state_dict())  # between epochs
-            seen.append([])
-        return seen, states
+    def begin() -> Any:
+        states: list[Any] = []
+        return loop(loader(), states), states
 
-    outcomes = world.run(whole)
+    begun = world.run(begin)
 
     def resumed() -> None:
         torch.manual_seed(99)  # of no interest
-        seen, states = outcomes[syncprims.get_rank()]
-        for at in (1, len(seen) // 2 - 2, len(seen) // 2 - 1, len(seen) // 2 + 1):
-            again = loader()
-            again.load_state_dict(states[at])
-            rest = [batch.tolist() for batch in again]
-            if seen[at] or states[at]["batch"]:
-                assert rest == seen[at + 1 : seen.index([], at)]
-            else:
-                assert rest == seen[at + 1 : -1]
-
-    assert world.run(resumed) == [None] * world.ranks
-
-
-@everywhere
-def test_a_loop_that_begins_with_the_loaders_epoch_has_them_all(world: Ranks) -> None:
-    """Wherever the state was saved, in the body of an epoch's last batch, too."""
-
-    def program() -> None:
-        def loop(loader: Any, states: list[Any]) -> list[Any]:
-            seen: list[Any] = []
-            for epoch in range(loader.state_dict()["epoch"], 3):
-                for batch in loader:
-                    seen.append(batch.tolist())
-                    states.append((len(seen), loader.state_dict()))
-                seen.append(f"end of epoch {epoch}")
-                states.append((len(seen), loader.state_dict()))
-            return seen
-
-        def loader() -> Any:
-            return prepare_data_loader(feed(range(12), batch_size=2, shuffle=True), seed=3)
-
-        states: list[Any] = []
-        whole = loop(loader(), states)
-        assert len(states) == len(whole)
-        for done, state in states:
+        whole, states = begun[syncprims.get_rank()]
+        for done, state in states[:: 3 if workers else 1]:
             again = loader()
             again.load_state_dict(state)
             assert whole[:done] + loop(again, []) == whole, state
 
-    assert world.run(program) == [None] * world.ranks
+    world.run(resumed)
 
 
 class AtOnce(Sampler[int]):
@@ -514,14 +482,6 @@ class DerivedFromIt(WithArguments):
 
 
 @alone
-def test_a_loader_may_have_a_constructor_with_other_arguments(world: Ranks) -> None:
-    def program() -> list[Any]:
-        return [items(list(prepare_data_loader(of(4)))) for of in (WithArguments, DerivedFromIt)]
-
-    assert world.run(program) == [[[[0, 1], [2, 3]]] * 2]
-
-
-@alone
 def test_a_sampler_leaves_the_generators_that_all_share_as_they_were(world: Ranks) -> None:
     def program() -> None:
         for draw in DRAWS.values():
@@ -643,6 +603,8 @@ def test_a_prepared_loader_is_a_loader(world: Ranks) -> None:
         assert sampler.generator is None, "the user's sampler is left alone"
         single: Any = feed(range(3), batch_size=None, sampler=SequentialSampler(range(3)))
         assert list(prepare_data_loader(single)) == [0, 1, 2]
+        for kind in (WithArguments, DerivedFromIt):
+            assert items(list(prepare_data_loader(kind(4)))) == [[0, 1], [2, 3]]
 
     assert world.run(program) == [None]
 
@@ -726,20 +688,11 @@ class Pair:
     word: str
 
 
-@alone
-def test_dataclasses_are_moved_with_what_they_hold(world: Ranks) -> None:
-    def program() -> tuple[str, str, str]:
-        moved: Pair = to_device(Pair(torch.ones(1), "a"), torch.device("meta"))
-        return type(moved).__name__, moved.x.device.type, moved.word
-
-    assert world.run(program) == [("Pair", "meta", "a")]
-
-
 class Graph:
     """What knows by itself how to move."""
 
     def __init__(self, device: str = "cpu") -> None:
-        self.device = device
+        self.device = torch.device(device)
 
     def to(self, device: torch.device) -> Graph:
         return Graph(device.type)
@@ -750,26 +703,14 @@ class Edge(NamedTuple):
     to: torch.Tensor
 
 
-@alone
-def test_what_moves_itself_is_asked_to_wherever_it_is(world: Ranks) -> None:
-    def program() -> list[Any]:
-        batch: Any = {
-            "graphs": [Graph(), (Graph(),)],
-            "words": pack_sequence([torch.ones(2), torch.ones(1)]),
-            "edge": Edge(torch.ones(1), torch.ones(1)),
-            "kind": Graph,
-        }
-        moved = to_device(batch, torch.device("meta"))
-        first, (second,) = moved["graphs"]
-        words = moved["words"]
-        assert moved["kind"] is Graph
-        assert words.batch_sizes.device.type == "cpu"
-        assert to_device(Graph(), torch.device("meta")).device == "meta"
-        return [one.device for one in (first, second)] + [
-            one.device.type for one in (words.data, *moved["edge"])
-        ]
-
-    assert world.run(program) == [["meta"] * 5]
+def test_batches_are_moved_wherever_their_tensors_are() -> None:
+    edge, words = Edge(torch.ones(1), torch.ones(1)), pack_sequence([torch.ones(2), torch.ones(1)])
+    batch: Any = [Graph(), (Graph(),), {"words": words}, edge, Graph, Pair(torch.ones(1), "a")]
+    first, (second,), named, edge, kind, pair = to_device(batch, torch.device("meta"))
+    moved = [first, second, named["words"].data, *edge, pair.x]
+    assert [one.device.type for one in moved] == ["meta"] * 6
+    assert named["words"].batch_sizes.device.type == "cpu"
+    assert (type(edge), kind, type(pair), pair.word) == (Edge, Graph, Pair, "a")
 
 
 @everywhere

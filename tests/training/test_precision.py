@@ -91,7 +91,7 @@ def scaled(steps: int = 1, *models: nn.Module) -> tuple[Accumulator, list[Any]]:
     precision = Precision("fp16", scaler={"init_scale": 1024.0, "growth_interval": 3})
     accumulator = Accumulator(steps, precision=precision)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    return accumulator, [accumulator.prepare_optimizer(optimizer) for optimizer in optimizers]
+    return accumulator, [prepare(optimizer, accumulator=accumulator) for optimizer in optimizers]
 
 
 @everywhere
@@ -246,7 +246,7 @@ def test_the_norm_is_that_of_synchronized_unscaled_gradients(world: Ranks) -> No
     def norms(norm_type: float, mode: str) -> tuple[float, float]:
         model = nn.ModuleList([unit_model(), unit_model()])
         accumulator = Accumulator(1, precision=Precision(mode))
-        accumulator.prepare_optimizer(torch.optim.SGD(model.parameters()))
+        prepare(torch.optim.SGD(model.parameters()), accumulator=accumulator)
         with accumulator.accumulate(model):
             rank = syncprims.get_rank()
             loss = model[0](ones()).sum() * (2 + rank) - 3 * model[1](ones()).sum()
@@ -267,7 +267,7 @@ def test_the_norm_is_that_of_synchronized_unscaled_gradients(world: Ranks) -> No
 def test_without_a_scaler_nothing_is_skipped(world: Ranks) -> None:
     def program() -> tuple[bool, bool, float]:
         model, accumulator = unit_model(), Accumulator()
-        optimizer = accumulator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        optimizer = prepare(torch.optim.SGD(model.parameters(), lr=1.0), accumulator=accumulator)
         with accumulator.accumulate(model):
             accumulator.backward(model(ones() * float("nan")).sum())
             norm = accumulator.clip_grad_norm_(model.parameters(), 1.0)

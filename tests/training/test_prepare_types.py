@@ -45,8 +45,10 @@ def test_types_survive_prepare(world: Ranks) -> None:
     assert world.run(program) == [None]
 
 
-class ScheduleFree(torch.optim.SGD):
-    mode = ""
+class Optimizer(torch.optim.SGD):
+    """It has modes, as schedule-free ones do, and a way of its own to clear gradients."""
+
+    mode, cleared = "", 0
 
     def train(self) -> None:
         self.mode = "train"
@@ -54,45 +56,60 @@ class ScheduleFree(torch.optim.SGD):
     def eval(self) -> None:
         self.mode = "eval"
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.cleared += 1
+        super().zero_grad(set_to_none)
+
 
 @alone
-def test_what_a_script_sets_is_the_optimizers_own(world: Ranks) -> None:
+def test_a_prepared_optimizer_is_the_optimizer(world: Ranks) -> None:
     def program() -> None:
-        net = Net(3, 1)
+        net, accumulator = Net(3, 1), Accumulator(2)
         inner = torch.optim.AdamW(net.parameters(), lr=0.5)
         steps = torch.optim.lr_scheduler.StepLR(inner, 1)
-        accelerator = new_job()
-        model, optimizer, schedule = accelerator.prepare(net, inner, steps)
-        accelerator.backward(model(torch.ones(1, 3)).sum())
-        optimizer.step()
-        assert len(inner.state) == 2
+        model, optimizer, schedule = prepare(net, inner, steps, accumulator=accumulator)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert optimizer.param_groups is inner.param_groups
+        assert prepare(optimizer, accumulator=accumulator) is optimizer
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # accepts it as its own
+        called: list[int] = []
+        optimizer.register_step_post_hook(lambda *_: called.append(1))
+        for _ in range(4):
+            with accumulator.accumulate(model):
+                accumulator.backward(model(torch.ones(1, 3)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(called) == optimizer.state_dict()["state"][0]["step"] == 2
+        assert optimizer.state is inner.state
         optimizer.state = defaultdict(dict)
         optimizer.param_groups = [{**group, "lr": 0.1} for group in inner.param_groups]
         optimizer.defaults = {**inner.defaults, "lr": 0.2}
         assert not inner.state
         assert (inner.param_groups[0]["lr"], inner.defaults["lr"]) == (0.1, 0.2)
-        optimizer.step()
-        assert len(inner.state) == 2
         schedule.gamma = 0.5
-        schedule.step()
         assert schedule.gamma == steps.gamma == 0.5
-        assert inner.param_groups[0]["lr"] == 0.05
 
     world.run(program)
 
 
 @alone
-def test_optimizers_have_modes_or_need_none(world: Ranks) -> None:
+def test_what_an_optimizer_does_in_its_own_way_is_left_to_it(world: Ranks) -> None:
     def program() -> None:
-        net = Net(3, 1)
-        kinds = ScheduleFree(net.parameters()), torch.optim.SGD(net.parameters())
-        free, plain = new_job().prepare(*kinds)
-        optimizers: list[Any] = [free, plain]
-        for one in optimizers:
-            one.train()
-        assert kinds[0].mode == "train"
-        for one in optimizers:
-            one.eval()
-        assert kinds[0].mode == "eval"
+        net, accumulator = Net(3, 1), Accumulator()
+        own = Optimizer(net.parameters())
+        prepared: Any = prepare(own, accumulator=accumulator)
+        other: Any = prepare(torch.optim.SGD(net.parameters()), accumulator=accumulator)
+        for mode in ("train", "eval"):
+            getattr(prepared, mode)()
+            getattr(other, mode)()
+            assert own.mode == mode
+        for optimizer in (prepared, other):
+            for to_none in (True, False):
+                with accumulator.accumulate(net):
+                    accumulator.backward(net(torch.ones(1, 3)).sum())
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=to_none)
+                assert (net.bias.grad is None) == to_none
+        assert own.cleared == 2
 
     world.run(program)

@@ -190,13 +190,3 @@ def parse(path: str, data: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise refusal(path, "not what was written", "a JSON object", f"a {type(document).__name__}")
     return document
-
-
-def digest_of(file: filesystem.ExistingFile) -> str:
-    """Return the digest of all bytes of a file."""
-    hashed, buffer = xxhash.xxh3_128(), memoryview(bytearray(1 << 20))
-    for start in range(0, file.size, len(buffer)):
-        some = buffer[: file.size - start]
-        file.read_into(some, start)
-        hashed.update(some)
-    return hashed.hexdigest()

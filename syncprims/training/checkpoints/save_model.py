@@ -13,7 +13,7 @@ from syncprims.training.preparation import unwrap_model
 
 from . import commit, filesystem
 from .coordination import Team, attempt, combine, directory_path, message_of
-from .integrity import BLANK, SEAL, digest_of, dump, put_seal
+from .integrity import BLANK, SEAL, dump, put_seal
 from .safetensors_file import byte_size, check_storable, write_safetensors
 from .stateful import portable_name, storage_key
 
@@ -194,15 +194,14 @@ def _write_object(obj: Any, target: str, safe: bool) -> None:
 
 
 def _write_torch(path: str, tensors: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> str:
-    """Write these tensors, tied ones under all their names, and return the file's digest."""
+    """Write these tensors, tied ones under all their names. The format has no digest."""
     own: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         # Torch saves the whole storage: it must not be larger than the tensor.
         whole = tensor.untyped_storage().nbytes() == byte_size([tensor])
         own[name] = tensor.detach() if whole else tensor.detach().clone()
     _write_torch_object(path, own | {other: own[name] for other, name in ties.items()})
-    with contextlib.closing(filesystem.ExistingFile(path)) as file:
-        return digest_of(file)
+    return ""
 
 
 def _write_torch_object(path: str, obj: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import resource
 import signal
 import stat
@@ -155,39 +154,14 @@ def test_a_child_that_starts_python_itself_is_no_rank(meeting_place: Path, tmp_p
             [sys.executable, "-c", "import syncprims; syncprims.barrier('in the child')"],
             capture_output=True, text=True,
         )
-        print(os.getpid(), child.stderr.splitlines()[-1])
+        print(child.stderr.splitlines()[-1])
         """,
         SYNCPRIMS_JOIN_TIMEOUT="0.3",
     )
-    parent, said = ended.out.split(" ", 1)
-    assert re.fullmatch(
-        rf"syncprims.ConfigurationError: process \d+ is a child of rank 0 \(process {parent}\) and "
-        rf"not a rank, but has its variables: it cannot synchronize. Call .*SYNCPRIMS_RUN_ID\n",
-        said,
-    ), ended
-
-
-def test_a_rank_that_its_child_has_taken_is_said_so(meeting_place: Path, tmp_path: Path) -> None:
-    scripts = Scripts(Kind("file", 1), meeting_place, tmp_path)
-    (ended,) = scripts.run(
-        """
-        import subprocess, sys
-        code = "import syncprims; syncprims.init(); print('in', flush=True); input()"
-        pipe = subprocess.PIPE
-        child = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True)
-        child.stdout.readline()
-        try:
-            init()
-        except ConfigurationError as error:
-            print(child.pid, os.getpid(), error)
-        child.communicate("\\n")
-        """,
-        SYNCPRIMS_JOIN_TIMEOUT="0.3",
+    assert ended.out.startswith("syncprims.ConfigurationError: rank 0 of this run is taken by"), (
+        ended
     )
-    child, parent, said = ended.out.split(" ", 2)
-    assert said.startswith(
-        f"rank 0 of this run is taken by process {child}, which is a child of this process {parent}"
-    )
+    assert "start the other one without the variables of the rank" in ended.out
 
 
 def test_a_restarted_run_never_meets_ranks_of_the_earlier_one(scripts: Scripts) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import resource
 import signal
@@ -57,13 +56,10 @@ def test_a_rank_that_runs_another_program_is_lost(
     assert "rank 1 was lost: its process runs another program now" in said
 
 
-@pytest.mark.parametrize("watched", [True, False])
 def test_a_child_that_c_code_has_forked_does_not_stand_for_its_rank(
-    watched: bool, pair: Ranks, signs: Signs
+    pair: Ranks, signs: Signs
 ) -> None:
     def program() -> Any:
-        if not watched:  # as in containers of their own that share memory
-            os.pidfd_open = _refuse
         sp.barrier("start")
         if sp.get_rank() == 1:
             if not ctypes.CDLL(None).fork():  # no hook of Python runs
@@ -76,33 +72,6 @@ def test_a_child_that_c_code_has_forked_does_not_stand_for_its_rank(
 
     said = pair.outcomes(program, start=False)[0]
     assert "rank 1 was lost" in said
-
-
-def _refuse(pid: int, flags: int = 0) -> int:
-    raise OSError(f"no descriptor of process {pid}")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root has privileges to drop")
-def test_a_rank_that_reads_all_files_of_its_world_lives_on(pair: Ranks, signs: Signs) -> None:
-    """As a backup does. To close the file of the record locks frees those of the process."""
-
-    def on_warning(_: logging.LogRecord) -> bool:
-        signs.give("waited")
-        return False
-
-    def program() -> Any:
-        sp.barrier("start")
-        if sp.get_rank() == 1:
-            files = [file for file in pair.directory.rglob("*") if file.is_file()]
-            assert "locks" in {file.name for file in files if file.read_bytes() is not None}
-            signs.gather("read", "waited")
-            os.kill(os.getpid(), signal.SIGKILL)
-        signs.wait("read")
-        logging.getLogger("syncprims").addFilter(on_warning)
-        return lost("late")
-
-    said = pair.outcomes(program, SYNCPRIMS_WARN_AFTER="0.3")[0]
-    assert "rank 1 was lost: killed by SIGKILL" in said
 
 
 def test_privileges_may_be_dropped_after_the_start(pair: Ranks) -> None:

@@ -71,14 +71,11 @@ def test_who_waits_for_long_declares_nobody_dead(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
-@pytest.mark.parametrize("watched", [True, False], ids=["pidfds", "locks"])
 @pytest.mark.parametrize("kind", [Kind("file", 3), Kind("torch", 4, hosts=2)], ids=str)
-def test_a_killed_rank_is_still_named(kind: Kind, watched: bool, meeting_place: Path) -> None:
+def test_a_killed_rank_is_still_named(kind: Kind, meeting_place: Path) -> None:
     last = kind.ranks - 1
 
     def program() -> Any:
-        if not watched:
-            hide_pidfds()
         sp.init()
         remove_all()
         if sp.get_rank() == last:
