@@ -62,24 +62,27 @@ def waiting_threads(*, with_limit: bool = False) -> set[int]:
     return {ident for ident, is_waiting in waits.items() if is_waiting}
 
 
+def _place(frame: FrameType) -> tuple[object, str]:
+    return frame.f_globals.get("__name__"), frame.f_code.co_name
+
+
 def _waits_for_thread(frame: FrameType, living: set[int], with_limit: bool) -> bool:
     """Return whether this innermost frame waits for a thread, and has not been woken."""
     values = frame.f_locals
     if not with_limit and values.get("timeout") not in (None, -1):
         return False
-    match frame.f_globals.get("__name__"), frame.f_code.co_name:
+    match _place(frame):
         case "threading", "wait":  # of a condition; whoever notifies it removes the waiter
             if values.get("waiter") not in getattr(values["self"], "_waiters", ()):
                 return False
-            while frame.f_back is not None and frame.f_globals.get("__name__") == "threading":
-                if frame.f_code.co_name == "start":
-                    return False  # the new thread is about to begin
-                frame = frame.f_back
-            return True
+            caller = frame.f_back and frame.f_back.f_back
+            # Else it waits until a new thread has begun.
+            return caller is None or _place(caller) != ("threading", "start")
         case "threading", "join" | "_wait_for_tstate_lock":
             return values["self"].ident in living
         case "selectors", "select":
-            loop = frame.f_back and frame.f_back.f_locals.get("self")
+            caller = frame.f_back
+            loop: Any = None if caller is None else caller.f_locals.get("self")
             # Its one descriptor is that by which other threads wake it.
             alone = len(values["self"].get_map() or ()) == 1
             return alone and hasattr(loop, "_run_once") and not loop._ready

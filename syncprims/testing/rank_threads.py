@@ -51,28 +51,35 @@ class RankThreads:
 #: Those of the rank that runs in this context.
 rank_threads: ContextVar[RankThreads | None] = ContextVar("syncprims_rank_threads", default=None)
 
-_lock = threading.Lock()
-_worlds = 0
 _start, _submit = threading.Thread.start, ThreadPoolExecutor.submit
 
 
-@contextlib.contextmanager
-def threads_belong_to_ranks() -> Generator[None]:
-    """Return a context in which threads belong to the ranks that start them."""
-    global _worlds
-    with _lock:
-        _worlds += 1
-        if _worlds == 1:
-            threading.Thread.start = _start_in_rank  # type: ignore[method-assign]
-            ThreadPoolExecutor.submit = _submit_in_rank  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        with _lock:
-            _worlds -= 1
-            if not _worlds:
-                threading.Thread.start = _start  # type: ignore[method-assign]
-                ThreadPoolExecutor.submit = _submit  # type: ignore[method-assign]
+class _Replacement:
+    """Replaces the functions of Python that start threads, while any world needs that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worlds = 0
+
+    @contextlib.contextmanager
+    def __call__(self) -> Generator[None]:
+        """Return a context in which threads belong to the ranks that start them."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._worlds += change
+            thread: Any = threading.Thread
+            pool: Any = ThreadPoolExecutor
+            thread.start = _start_in_rank if self._worlds else _start
+            pool.submit = _submit_in_rank if self._worlds else _submit
+
+
+threads_belong_to_ranks = _Replacement()
 
 
 def _start_in_rank(self: threading.Thread) -> None:
@@ -81,7 +88,7 @@ def _start_in_rank(self: threading.Thread) -> None:
         context, run = contextvars.copy_context(), self.run
 
         def run_in_rank() -> None:
-            del self.run  # type: ignore[misc] - of this object; without it, that is freed at once
+            del self.run  # of this object: it is freed at once without it
             threads.run(lambda: context.run(run))
 
         self.run = run_in_rank  # type: ignore[method-assign]
