@@ -54,12 +54,6 @@ def reading(path: str) -> Generator[None]:
         why = "none. A program that saves there may have replaced the checkpoint: then load again"
         raise refusal(path, "missing", "a file", why) from error
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):  # the file is not the cause
-            raise CheckpointError(
-                f"{path}: cannot be opened: {error.strerror}. All files of a checkpoint are open "
-                f"while it is loaded: allow more of them (ulimit -n), and load again.",
-                path=path, errno=error.errno,
-            ) from error  # fmt: skip
         is_link = error.errno == errno.ELOOP
         found = "a symbolic link, which may lead anywhere" if is_link else error.strerror
         refused = refusal(path, "cannot be read", "a regular file", found or str(error))

@@ -9,7 +9,6 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import pytest
 import torch
 from support.file_faults import Net, watched
@@ -194,24 +193,6 @@ def test_ranks_that_find_different_checkpoints_load_none(tmp_path: Path) -> None
         return untouched, [net.version()]
 
     assert run_world(program, 3) == [(7, [2])] * 3
-
-
-def test_a_step_may_be_any_number_and_keep_last_is_one(tmp_path: Path) -> None:
-    def program() -> list[int]:
-        wrong: Any = 1.5
-        with pytest.raises(TypeError):
-            Checkpoints(tmp_path / "steps", keep_last=wrong)
-        steps, net = Checkpoints(tmp_path / "steps", keep_last=2), Net(0)
-        for step in (3, 10**18, 10**40):
-            steps.save(step, {"m": Net(step % 7)})
-        steps.save(np.int64(3), {"m": Net(3)})  # type: ignore[arg-type]
-        with pytest.raises(TypeError):
-            steps.save(wrong, {"m": net})
-        assert steps.load({"m": net}).step == 10**40
-        assert net.version() == 10**40 % 7
-        return steps.steps()
-
-    assert run_world(program, 1) == [[3, 10**40]]
 
 
 def test_leftovers_go_with_their_steps_and_not_before(tmp_path: Path) -> None:

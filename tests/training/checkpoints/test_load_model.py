@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -240,31 +239,6 @@ def test_a_load_goes_on_with_what_it_has_opened_when_a_save_replaces_it(
     with watched(meddle(path / "model.safetensors", lambda file: other.replace(file))):
         load_checkpoint_in_model(model, path)
     assert values(model) == {2}
-
-
-def test_more_shards_than_may_be_open_are_no_fault_of_a_file(tmp_path: Path, alone: Alone) -> None:
-    parts = nn.ModuleList([nn.Linear(1, 1) for _ in range(20)])
-    saved(tmp_path / "m", alone, parts, max_shard_size=1)
-    assert len(list((tmp_path / "m").glob("*.safetensors"))) == 40
-
-    def descriptors() -> list[str]:
-        return sorted(f"{one.name}: {os.path.realpath(one)}" for one in Path("/dev/fd").iterdir())
-
-    def load() -> None:
-        before = descriptors()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + 10, hard))
-        try:
-            with pytest.raises(sp.CheckpointError, match=r"opened: .*ulimit -n") as caught:
-                load_checkpoint_in_model(parts, tmp_path / "m")
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert caught.value.errno == errno.EMFILE
-        assert "Load another" not in str(caught.value)
-        load_checkpoint_in_model(parts, tmp_path / "m")
-        assert descriptors() == before
-
-    alone(load)  # the limit is for its process alone
 
 
 # -- models that are not plain ------------------------------------------------------------------

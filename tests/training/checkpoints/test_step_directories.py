@@ -127,7 +127,9 @@ def test_steps_are_kept_found_and_continued(world: Ranks, tmp_path: Path) -> Non
         loaded = again.load({"it": it})
         assert (it.state, loaded.step) == (10, 10)
         again.save(11, {"it": it})
-        again.save(11, {"it": it})
+        again.save(np.int64(11), {"it": it})  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            again.save(1.5, {"it": it})  # type: ignore[arg-type]
         first = again.load({"it": it}, step=10).step
         sp.barrier()
         return again.steps(), first
