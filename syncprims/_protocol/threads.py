@@ -57,8 +57,7 @@ def waiting_threads(*, with_limit: bool = False) -> set[int]:
     that waits by a `threading.Condition`: events, queues, results of futures, barriers; and of an
     event loop without open connections. A lock alone does not show it, nor does code in C.
     """
-    living = {*look_at_threads(lambda frame: None)}
-    waits = look_at_threads(lambda frame: _waits_for_thread(frame, living, with_limit))
+    waits = look_at_threads(lambda frame: _waits_for_thread(frame, with_limit))
     return {ident for ident, is_waiting in waits.items() if is_waiting}
 
 
@@ -66,7 +65,7 @@ def _place(frame: FrameType) -> tuple[object, str]:
     return frame.f_globals.get("__name__"), frame.f_code.co_name
 
 
-def _waits_for_thread(frame: FrameType, living: set[int], with_limit: bool) -> bool:
+def _waits_for_thread(frame: FrameType, with_limit: bool) -> bool:
     """Return whether this innermost frame waits for a thread, and has not been woken."""
     values = frame.f_locals
     if not with_limit and values.get("timeout") not in (None, -1):
@@ -79,7 +78,7 @@ def _waits_for_thread(frame: FrameType, living: set[int], with_limit: bool) -> b
             # Else it waits until a new thread has begun.
             return caller is None or _place(caller) != ("threading", "start")
         case "threading", "join" | "_wait_for_tstate_lock":
-            return values["self"].ident in living
+            return values["self"] in threading.enumerate()  # else it has ended
         case "selectors", "select":
             caller = frame.f_back
             loop: Any = None if caller is None else caller.f_locals.get("self")
@@ -121,8 +120,8 @@ def _threads_with_work(threads: Iterable[threading.Thread]) -> set[int | None]:
             if pool is not None:
                 waiting.setdefault(pool(), set()).add(ident)
         for pool, idents in waiting.items():
-            # If the pool is gone, its threads are about to end.
-            if pool is None or pool._idle_semaphore._value < len(idents):
+            # If the pool is gone or closed, its threads are about to end.
+            if pool is None or pool._shutdown or pool._idle_semaphore._value < len(idents):
                 found |= idents
     return found
 

@@ -325,12 +325,12 @@ class Scheduler:
             return "rank"
         if self._enter_rank is not None and not outside:
             # Another thread may make a call only for a rank that waits for it, or let that leave.
-            return (
-                "helper" if any(self._find_left(rank, may_call) for rank in self._leaving) else ""
-            )
-        started = {thread for threads in self.threads for thread in threads.started}
+            leaves = any(self._find_left(rank, may_call) for rank in self._leaving)
+            return "helper" if leaves else ""
         callers = {thread: turn.waits for (_, thread), turn in self._by_thread.items()}
-        for thread in started | callers.keys():
+        for thread in threading.enumerate():
+            if thread not in callers and all(thread not in of.started for of in self.threads):
+                continue
             is_here = thread is threading.current_thread() or thread.ident in may_call
             if is_here and not isinstance(thread, RankThread) and not callers.get(thread):
                 return "helper"
@@ -342,8 +342,8 @@ class Scheduler:
         They are this one, or of these.
         """
         idents = {*idents, threading.get_ident()}
-        started = [*self.threads[rank].started]
-        return [thread for thread in started if thread.ident in idents and not thread.daemon]
+        living = [t for t in threading.enumerate() if t in self.threads[rank].started]
+        return [thread for thread in living if thread.ident in idents and not thread.daemon]
 
     def describe_locked(self) -> dict[int, str]:
         """Return, for each rank that waits in no call, for which of its threads it waits."""

@@ -180,3 +180,71 @@ def test_a_thread_calls_as_the_rank_that_has_started_it() -> None:
 
     with ThreadPoolExecutor(1) as shared:
         assert run_world(program, 3) == [[rank, 3, rank] for rank in range(3)]
+
+
+def with_pool() -> Any:
+    pair = sp.group([0, 1])
+    with ThreadPoolExecutor(2) as pool:
+        task = pool.submit(pair.all_gather if sp.get_rank() < 2 else str, sp.get_rank())
+        return sp.all_reduce(1), len(task.result()), [*pool.map(abs, range(3))]
+
+
+def with_queues() -> Any:
+    work, results = queue.Queue[int | None](), queue.Queue[int]()
+
+    def helper() -> None:
+        while (item := work.get()) is not None:
+            results.put(sp.all_reduce(item))
+
+    thread = threading.Thread(target=helper)
+    thread.start()
+    sums: list[int] = []
+    for item in range(5):
+        work.put(item)
+        sums.append(results.get())
+    work.put(None)
+    thread.join()
+    return sums
+
+
+def with_loop() -> Any:
+    async def main() -> list[int]:
+        sums = [await asyncio.to_thread(sp.all_reduce, k) for k in range(3)]
+        await asyncio.sleep(0.001)
+        return sums
+
+    return asyncio.run(main())
+
+
+def with_condition() -> Any:
+    changed, turn, rounds = threading.Condition(), ["main"], 3
+
+    def pass_on(to: str) -> None:
+        with changed:
+            turn[0] = to
+            changed.notify()
+
+    def helper() -> None:
+        for _ in range(rounds):
+            with changed:
+                changed.wait_for(lambda: turn[0] == "helper")
+            sp.barrier()
+            pass_on("main")
+
+    thread = threading.Thread(target=helper)
+    thread.start()
+    for _ in range(rounds):
+        pass_on("helper")
+        with changed:
+            changed.wait_for(lambda: turn[0] == "main")
+    return sp.get_world_size()
+
+
+@pytest.mark.parametrize(
+    "program", [with_pool, with_queues, with_loop, with_condition], ids=lambda p: p.__name__
+)
+@pytest.mark.parametrize("worlds", [10, pytest.param(1000, marks=pytest.mark.soak)])
+def test_threads_that_wake_each_other_are_no_deadlock(program: Any, worlds: int) -> None:
+    for seed in range(worlds):
+        results = run_world(program, 3, seed=seed)
+        assert len({str(result) for result in results[:2]}) == 1
