@@ -12,7 +12,7 @@ import logging
 import os
 import stat
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -194,12 +194,12 @@ def exists(path: str) -> bool:
     return True
 
 
-def path_of(given: object, what: str, takes: str = "a str or a path") -> str:
+def path_of(given: Any, what: str, takes: str = "a str or a path") -> str:
     """Return a path as a str.
 
     :raises TypeError: if it is neither a str nor a path.
     """
-    path = os.fspath(given) if isinstance(given, os.PathLike) else given
+    path = os.fspath(given)
     if not isinstance(path, str):
         raise TypeError(f"{what}={given!r}: it takes {takes}")
     return path
