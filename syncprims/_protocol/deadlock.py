@@ -40,6 +40,9 @@ class Wait(NamedTuple):
     missing: Collection[int]  #: ranks that have not posted
     any: bool = False  #: a note of any of them ends the wait, and not only those of all
 
+    def __str__(self) -> str:
+        return f"{self.call} in group {self.group}" if self.group else self.call
+
     def is_over_without(self, stuck: set[int]) -> bool:
         """Return whether it may end if the ranks of `stuck` post nothing."""
         if self.any:
@@ -88,8 +91,7 @@ def deadlock_error(waits: Mapping[int, Sequence[Wait]], rank: int) -> Collective
     Its `missing` are these ranks. No other mismatch has that.
     """
     lines = "\n".join(
-        f"  rank {waiting}: "
-        + ", and another thread: ".join(f"{wait.call} in group {wait.group}" for wait in threads)
+        f"  rank {waiting}: " + ", and another thread: ".join(map(str, threads))
         for waiting, threads in waits.items()
     )
     return CollectiveMismatch(

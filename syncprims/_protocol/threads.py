@@ -33,20 +33,60 @@ _WAITS = {"multiprocessing.connection", "multiprocessing.queues", "queue", "sele
 def threads_that_may_call() -> set[int]:
     """Return the identifiers of the other threads that may make a call.
 
+    A thread that waits for another one, without a time limit, makes none before that one goes on.
     The library's own threads, named ``syncprims-...``, make none.
     """
     own = {t.ident for t in threading.enumerate() if t.name.startswith("syncprims-")}
-    return busy_threads() - own
+    return busy_threads() - waiting_threads() - own
 
 
 def busy_threads() -> set[int]:
-    """Return the identifiers of the other threads that have something to do."""
+    """Return the identifiers of the other threads that have something to do, or wait for that."""
     # The queues are read before the positions: a thread that takes work in between is then seen
     # working.
     with_work = _threads_with_work(threading.enumerate())
     idle = look_at_threads(_is_idle)
     busy = {ident for ident, is_idle in idle.items() if ident in with_work or not is_idle}
     return busy - {threading.get_ident()}
+
+
+def waiting_threads(*, with_limit: bool = False) -> set[int]:
+    """Return the identifiers of the threads that only another thread of this process can wake.
+
+    `with_limit` adds those that also a time limit wakes. Python shows that of ``join``, and of all
+    that waits by a `threading.Condition`: events, queues, results of futures, barriers; and of an
+    event loop without open connections. A lock alone does not show it, nor does code in C.
+    """
+    waits = look_at_threads(lambda frame: _waits_for_thread(frame, with_limit))
+    return {ident for ident, is_waiting in waits.items() if is_waiting}
+
+
+def _place(frame: FrameType) -> tuple[object, str]:
+    return frame.f_globals.get("__name__"), frame.f_code.co_name
+
+
+def _waits_for_thread(frame: FrameType, with_limit: bool) -> bool:
+    """Return whether this innermost frame waits for a thread, and has not been woken."""
+    values = frame.f_locals
+    if not with_limit and values.get("timeout") not in (None, -1):
+        return False
+    match _place(frame):
+        case "threading", "wait":  # of a condition; whoever notifies it removes the waiter
+            if values.get("waiter") not in getattr(values["self"], "_waiters", ()):
+                return False
+            caller = frame.f_back and frame.f_back.f_back
+            # Else it waits until a new thread has begun.
+            return caller is None or _place(caller) != ("threading", "start")
+        case "threading", "join" | "_wait_for_tstate_lock":
+            return values["self"] in threading.enumerate()  # else it has ended
+        case "selectors", "select":
+            caller = frame.f_back
+            loop: Any = None if caller is None else caller.f_locals.get("self")
+            # Its one descriptor is that by which other threads wake it.
+            alone = len(values["self"].get_map() or ()) == 1
+            return alone and hasattr(loop, "_run_once") and not loop._ready
+        case _:
+            return False
 
 
 def look_at_threads(look: Callable[[FrameType], T]) -> dict[int, T]:
@@ -80,8 +120,8 @@ def _threads_with_work(threads: Iterable[threading.Thread]) -> set[int | None]:
             if pool is not None:
                 waiting.setdefault(pool(), set()).add(ident)
         for pool, idents in waiting.items():
-            # If the pool is gone, its threads are about to end.
-            if pool is None or pool._idle_semaphore._value < len(idents):
+            # If the pool is gone or closed, its threads are about to end.
+            if pool is None or pool._shutdown or pool._idle_semaphore._value < len(idents):
                 found |= idents
     return found
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from syncprims import CollectiveMismatch, PeerLost, SyncTimeout, current, is_local_main, is_main
 from syncprims._world.world import get_own_group
@@ -50,20 +52,6 @@ def load_checkpoint_in_model(
     )
 
 
-class Registered:
-    """A hook that is called until it is removed."""
-
-    def __init__(self, hooks: list[Any], hook: Callable[..., object]) -> None:
-        self._hooks = hooks
-        self._hook = hook
-        hooks.append(hook)
-
-    def remove(self) -> None:
-        """Stop calling the hook. A second call does nothing."""
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
-
-
 class _SavedWeights:
     """A model's weights, as the hooks leave them. They are saved, and never loaded."""
 
@@ -95,8 +83,8 @@ class Checkpointing:
         if self.project_dir is None and project_dir is not None:
             self.project_configuration.set_directories(project_dir)
         self._registered: dict[str, Any] = {}
-        self._before_saving: list[SaveHook] = []
-        self._before_loading: list[LoadHook] = []
+        self._before_saving: OrderedDict[int, SaveHook] = OrderedDict()
+        self._before_loading: OrderedDict[int, LoadHook] = OrderedDict()
 
     @property
     def project_dir(self) -> Any:
@@ -176,7 +164,7 @@ class Checkpointing:
 
     # -- hooks ------------------------------------------------------------------------------------
 
-    def register_save_state_pre_hook(self, hook: SaveHook) -> Registered:
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call ``hook(models, weights, directory)`` on every rank before each :meth:`save_state`.
 
         The models are those inside of DDP. The hook may write its own files to the directory, which
@@ -184,15 +172,15 @@ class Checkpointing:
         saved: the first rank's list counts. If it raises, so does the save, on all ranks that wait
         for each other in it. The handle's ``remove()`` ends it.
         """
-        return Registered(self._before_saving, hook)
+        return _add(self._before_saving, hook)
 
-    def register_load_state_pre_hook(self, hook: LoadHook) -> Registered:
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Call ``hook(models, directory)`` on every rank before each :meth:`load_state`.
 
         The hook may load models itself and remove them from the list, the same ones on every rank.
         If it raises, all ranks raise `CheckpointError`. The handle's ``remove()`` ends it.
         """
-        return Registered(self._before_loading, hook)
+        return _add(self._before_loading, hook)
 
     def _objects_to_save(self, directory: str) -> dict[str, Any]:
         """Return the common objects, with the weights that the hooks leave in place of models.
@@ -208,7 +196,7 @@ class Checkpointing:
         def call_hooks() -> list[Weights | None]:
             Path(path).mkdir(parents=True, exist_ok=True)
             some, weights = list(models.values()), list(originals)
-            for hook in list(self._before_saving):
+            for hook in list(self._before_saving.values()):
                 hook(some, weights, path)
             if len(weights) == len(originals):
                 return list(weights)  # possibly replaced by other weights
@@ -238,7 +226,7 @@ class Checkpointing:
         path, left = directory_path(directory), list(models.values())
 
         def call_hooks() -> None:
-            for hook in list(self._before_loading):
+            for hook in list(self._before_loading.values()):
                 hook(left, path)
 
         if self._before_loading:
@@ -388,6 +376,12 @@ class Checkpointing:
             prefix="checkpoint_",
             keep_last=self.project_configuration.total_limit,
         )
+
+
+def _add(hooks: OrderedDict[int, Any], hook: Callable[..., object]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 def _is_spread(model: nn.Module) -> bool:

@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 from syncprims._protocol.call_site import users_part
 from syncprims._protocol.deadlock import describe_group
 from syncprims._protocol.diagnosis import CURE_MISMATCH
-from syncprims.errors import TORN, CollectiveMismatch, PeerLost, SyncError
+from syncprims.errors import TORN, CollectiveMismatch, PeerFailed, PeerLost, SyncError
 from syncprims.interface import Label
 
 from .errors import (
@@ -47,6 +47,7 @@ from .errors import (
     leaves,
 )
 from .faults import Delay, Fault, Kill, Raise, Stop, is_due
+from .rank_threads import RankThreads, rank_threads
 from .scheduler import Seed
 
 E = TypeVar("E", bound=BaseException)
@@ -120,16 +121,20 @@ class RankOutcome:
         fn: Callable[[], Any],
         world: AbstractContextManager[object],
         await_threads: Callable[[], None],
+        threads: RankThreads,
     ) -> None:
         """Run ``fn()`` as the program of this rank in `world`, and record how it ended.
 
         As when Python exits, its threads may still make calls before the rank leaves:
         ``await_threads()`` returns when they have ended.
         """
+        rank_threads.set(threads)
         try:
             with world:
                 self.result = fn()
                 await_threads()
+                if error := threads.find_error():
+                    raise error
             self.end = "returned"
         except BaseException as error:
             kinds = {type(leaf) for leaf in leaves(error)}
@@ -140,7 +145,7 @@ class RankOutcome:
             elif isinstance(error, SystemExit) and not error.code:
                 self.end = "returned"
             else:
-                self.fail(error)
+                self.fail(threads.find_error(error) or error)
 
     def fail(self, error: BaseException) -> None:
         """Record that the rank has raised `error`.
@@ -172,16 +177,20 @@ class WorldRun:
     faults: Sequence[Fault]  #: that were to happen
     seed: Seed | None = None  #: of its schedule, where there is one
     gave_up: str = ""  #: why it was given up, if it was
+    is_deadlock: bool = False  #: that is why
     stacks: str = ""  #: of all ranks, then
     steps: int = 0  #: decisions of the schedule
     trace: list[tuple[int, RecordedCall]] = field(default_factory=list[tuple[int, RecordedCall]])
 
-    def stopped(self, ranks: Sequence[int]) -> None:
-        """Record that the world was given up because faults have stopped these ranks."""
-        self.gave_up = (
-            f"the others wait for ranks {ranks}, which are stopped but not dead: without a "
-            f"timeout they wait for as long as that lasts"
-        )
+    def stood_still(self, stopped: Sequence[int]) -> None:
+        """Record that no rank goes on, though faults have stopped only these."""
+        self.gave_up = "no rank goes on: at least one waits for a thread of its own"
+        self.is_deadlock = not stopped
+        if stopped:
+            self.gave_up = (
+                f"the others wait for ranks {stopped}, which are stopped but not dead: without a "
+                f"timeout they wait for as long as that lasts"
+            )
 
     def timed_out(self, limit: float, stacks: str) -> None:
         """Record that the world was given up after `limit` seconds."""
@@ -248,7 +257,7 @@ def _raise_failures(run: WorldRun, replay: str) -> None:
         _raise_causes(run, causes, replay)
     if run.gave_up:
         text = f"{run.gave_up}\n{_all_lines(run)}\n{run.stacks}".rstrip()
-        raise add_note(StallError(text), replay)
+        raise add_note((DeadlockError if run.is_deadlock else StallError)(text), replay)
     if failed:
         _raise_consequence(run, failed, replay)
     died = [outcome.rank for outcome in run.outcomes if outcome.end == "died"]
@@ -289,7 +298,8 @@ def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str
         if error is not None and outcome.is_waiting and is_deadlock:
             error.__cause__ = None  # the lines of the deadlock say where it was, and more
             raise add_note(_deadlock(run), replay) from error
-    first = min(failed, key=lambda outcome: (not outcome.handled, outcome.rank))
+    # A `PeerFailed` reports the error of another rank, which that rank itself has raised.
+    first = min(failed, key=lambda o: (not o.handled, isinstance(o.error, PeerFailed), o.rank))
     raise _with_report(first, run, [first.rank], replay)
 
 

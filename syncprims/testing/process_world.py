@@ -133,7 +133,7 @@ class ProcessWorld:
         waiting = [outcome.rank for outcome in living if outcome.waits_for_notes]
         if not stopped or not waiting or len(stopped) + len(waiting) < len(living):
             return False
-        self._run.stopped(stopped)
+        self._run.stood_still(stopped)
         return True
 
     def _stacks(self) -> str:

@@ -7,8 +7,10 @@ the turn orders the memory accesses of both threads, also without a global inter
 
 A rank may have threads of its own, which run when they like. Such a thread has a turn too, but only
 inside a call of the library. It takes the turn from a rank that is busy elsewhere, since that may
-be waiting for it. So with them a seed does not decide the order. While one that is not waiting may
-still make a call, no rank counts as stuck, and time stands still.
+be waiting for it. So with them a seed does not decide the order. While one may still make a call,
+no rank counts as stuck, and time passes as it does elsewhere. A thread that only another one can
+wake makes none (`waiting_threads`); of one that sleeps, or that waits for a lock alone, nobody
+knows.
 
 Time is virtual: it stands still while any rank can continue, and else jumps to the next deadline.
 If there is no deadline either, no rank can ever continue, for certain.
@@ -27,22 +29,21 @@ import contextlib
 import math
 import random
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from syncprims._protocol.threads import busy_threads, threads_that_may_call
+from syncprims._protocol.threads import busy_threads, threads_that_may_call, waiting_threads
 from syncprims.errors import ConcurrentCall
 
 from .errors import WorldAborted
+from .rank_threads import RankThreads, rank_threads
 
 _TAKE_AFTER = 0.01  # seconds without a step, after which a thread takes the turn from a busy rank
+_LOOK_AT_HOLDER = 0.1  # seconds after which a rank looks whether the thread with the turn waits
 _HELPER = "syncprims-schedule"  # the name of a thread that passes the turn on
 _LOOK_EVERY = 0.002  # seconds between two looks for a thread that may come
-_DummyThread = threading._DummyThread  # pyright: ignore[reportPrivateUsage]
-_WAITING_MODULES = {"threading", "queue", "concurrent.futures._base"}
 
 
 class RandomSchedule:
@@ -181,7 +182,7 @@ class Scheduler:
         self.steps = 0  #: decisions made
         self.turn = 0  #: the rank that runs
         self.aborted = False
-        self.refused: dict[int, ConcurrentCall] = {}  #: calls of threads, by rank; it fails with it
+        self.threads = [RankThreads() for _ in range(ranks)]  #: that each rank has started
         self.finished = threading.Event()
         self._turns = [_Turn(self, rank, own=True) for rank in range(ranks)]
         # By rank and thread. Not by the thread's number: a new thread has that of an ended one.
@@ -194,9 +195,6 @@ class Scheduler:
         self._enter_rank = enter_rank
         self._idents: dict[int, int] = {}  # the own thread of each rank
         self._now = 0.0
-        self._outside = {
-            *threading.enumerate()
-        }  # what runs beside the world, and is not part of it
 
     # -- called by boards ---------------------------------------------------------------------
 
@@ -231,7 +229,7 @@ class Scheduler:
                     turn.waits = False
                 else:
                     self._pass_to(chosen)
-                    self._await(turn, -1 if turn.own else _TAKE_AFTER)
+                    self._await(turn)
             finally:
                 turn.ready, turn.until, turn.waits = None, math.inf, False
 
@@ -241,9 +239,9 @@ class Scheduler:
 
     def await_threads(self, rank: int) -> None:
         """Return when `rank` has no thread left for which Python would wait at its exit."""
-        if self._has_threads(rank):
+        if self._find_left(rank, busy_threads()):
             self._leaving.add(rank)
-            self.wait(rank, lambda: not self._has_threads(rank), math.inf)
+            self.wait(rank, lambda: not self._find_left(rank, busy_threads()), math.inf)
             self._leaving.discard(rank)
 
     # -- threads that the program has started ----------------------------------------------------
@@ -252,49 +250,48 @@ class Scheduler:
         """Return the turn of `rank`, for its own thread or for one that this waits for.
 
         :raises ConcurrentCall: if both make calls: they need the globals of the rank, which are
-            there only while it has the turn. The rank itself fails with this, too.
+            there only while it has the turn.
         """
         own, ident = self._turns[rank], threading.get_ident()
-        if own.substitute is None and ident == self._idents[rank]:
-            if rank in self.refused:
-                raise self.refused[rank]
+        if ident == (self._idents[rank] if own.substitute is None else own.substitute):
             return own
-        if own.substitute == ident:
-            return own
-        while self._holder is own and not own.inside and not self.aborted:
-            if _waits_for_thread(self._idents[rank]):
+        mine = rank_threads.get()
+        owner = next((r for r, threads in enumerate(self.threads) if threads is mine), rank)
+        # Else the globals by which it has found this rank are those of another one.
+        while owner == rank and self._holder is own and not own.inside and not self.aborted:
+            if self._idents[rank] in waiting_threads(with_limit=True):
                 own.substitute = ident
                 return own
             time.sleep(_LOOK_EVERY)  # it is about to wait, or to make a call
         if self.aborted:
             raise WorldAborted
-        raise self.refused.setdefault(
-            rank,
-            ConcurrentCall(
-                f"a thread of rank {rank} ({threading.current_thread().name!r}) makes a call, and "
-                f"the rank's own thread goes on meanwhile. In this world ranks are threads, and "
-                f"use the globals of torch.distributed in turns. Wait for the thread at once: "
-                f"join(), result(). Or run the world with kind='processes'",
-                rank=rank,
-            ),
+        raise ConcurrentCall(
+            f"a thread of rank {owner} ({threading.current_thread().name!r}) makes a call, and "
+            f"the rank's own thread goes on meanwhile. In this world ranks are threads, and "
+            f"use the globals of torch.distributed in turns. Wait for the thread at once: "
+            f"join(), result(). Or run the world with kind='processes'",
+            rank=owner,
         )
 
     def come(self, turn: _Turn) -> None:
         """Return when this thread, which is outside of all boards, has the turn."""
         if self._holder is not turn:
             turn.waits = True
-            self._await(turn, _TAKE_AFTER)
+            self._await(turn)
 
     def _take_from_busy(self, turn: _Turn, steps: int) -> None:
         """Pass the turn on if it is with a thread outside, and has been there since `steps`.
 
-        That one is busy elsewhere, and may wait for the thread that calls this.
+        That one is busy elsewhere, and may wait for the thread that calls this. A rank's own thread
+        takes it only from one that waits in vain: nothing else than the seed decides among ranks.
         """
+        if turn.own and (steps != self.steps or self._who_may_come()):
+            return
         with self._passing:
             holder = self._holder
             if holder in (None, turn) or holder.inside or steps != self.steps:
                 return
-            if not any(other.able(self._now) for other in self._turns):
+            if not (turn.own or any(other.able(self._now) for other in self._turns)):
                 return
             self._holder = None
         self.pass_on()
@@ -317,38 +314,48 @@ class Scheduler:
             self._holder = None
             return True
 
-    def _may_come(self) -> bool:
-        """Return whether a thread that does not wait may make a call, or let a rank leave."""
-        if any(turn.own and not turn.waits and not turn.done for turn in self._turns):
-            return True  # it has lost the turn, since it was busy elsewhere
-        leaving = any(self._has_threads(rank) for rank in self._leaving)
-        if leaving or self._enter_rank is not None:
-            return leaving  # else another thread may make a call only for one that waits for it
-        waiting = {thread for (_, thread), turn in self._by_thread.items() if turn.waits}
-        return bool(self._helpers(threads_that_may_call()) - waiting)
+    def _who_may_come(self) -> str:
+        """Return whether a "rank" may still make a call, else a "helper", a thread of one, or "".
 
-    def _has_threads(self, rank: int) -> bool:
-        """Return whether `rank` has threads for which Python would wait at its exit."""
-        ranks: dict[threading.Thread, set[int]] = {}
-        for of, thread in self._by_thread:
-            ranks.setdefault(thread, set()).add(of)
-        return any(
-            not thread.daemon and rank in ranks.get(thread, {rank})
-            for thread in self._helpers(busy_threads())
-        )
+        A rank that is not waiting has lost the turn, since it was busy elsewhere.
+        """
+        may_call = threads_that_may_call()
+        outside = [turn for turn in self._turns if turn.own and not turn.waits and not turn.done]
+        if any(self._idents.get(turn.rank) in {None, *may_call} for turn in outside):
+            return "rank"
+        if self._enter_rank is not None and not outside:
+            # Another thread may make a call only for a rank that waits for it, or let that leave.
+            leaves = any(self._find_left(rank, may_call) for rank in self._leaving)
+            return "helper" if leaves else ""
+        callers = {thread: turn.waits for (_, thread), turn in self._by_thread.items()}
+        for thread in threading.enumerate():
+            if thread not in callers and all(thread not in of.started for of in self.threads):
+                continue
+            is_here = thread is threading.current_thread() or thread.ident in may_call
+            if is_here and not isinstance(thread, RankThread) and not callers.get(thread):
+                return "helper"
+        return ""
 
-    def _helpers(self, idents: set[int]) -> set[threading.Thread]:
-        """Return the threads that ranks have started, of these and this one."""
-        me = threading.current_thread()
-        callers = {thread for _, thread in self._by_thread}
-        return {
-            thread
-            for thread in threading.enumerate()
-            if thread.ident in idents or (thread is me and me in callers)
-            if thread not in self._outside and not isinstance(thread, RankThread)
-            # A dummy stands for a thread that `threading` has not started, and no rank either.
-            if thread in callers or not isinstance(thread, _DummyThread)
+    def _find_left(self, rank: int, idents: set[int]) -> list[threading.Thread]:
+        """Return the threads for which Python would wait at the exit of `rank`.
+
+        They are this one, or of these.
+        """
+        idents = {*idents, threading.get_ident()}
+        living = [t for t in threading.enumerate() if t in self.threads[rank].started]
+        return [thread for thread in living if thread.ident in idents and not thread.daemon]
+
+    def describe_locked(self) -> dict[int, str]:
+        """Return, for each rank that waits in no call, for which of its threads it waits."""
+        texts = {
+            turn.rank: "it waits for another of its threads, and none goes on"
+            for turn in self._turns
+            if turn.own and not turn.waits and not turn.done
         }
+        for rank in self._leaving:
+            names = ", ".join(sorted(t.name for t in self._find_left(rank, busy_threads())))
+            texts[rank] = f"it has returned, and its exit waits for its thread {names}"
+        return texts
 
     # -- called by the threads of a world -------------------------------------------------------
 
@@ -361,7 +368,7 @@ class Scheduler:
         """Return when `rank` has the turn; called once, by its own thread."""
         turn = self._by_thread[rank, threading.current_thread()] = self._turns[rank]
         self._idents[rank] = threading.get_ident()
-        self._await(turn, -1)
+        self._await(turn)
 
     def leave(self, rank: int) -> None:
         """End the turns of `rank`; called by its own thread."""
@@ -396,10 +403,10 @@ class Scheduler:
         with contextlib.suppress(RuntimeError):  # it is awake already: the world is given up
             turn.lock.release()
 
-    def _await(self, turn: _Turn, timeout: float) -> None:
-        """Return when `turn` comes; after `timeout` seconds, if not -1, see who has it."""
+    def _await(self, turn: _Turn) -> None:
+        """Return when `turn` comes; look at times whether the thread that has it uses it."""
         steps = self.steps
-        while not turn.lock.acquire(timeout=timeout):
+        while not turn.lock.acquire(timeout=_LOOK_AT_HOLDER if turn.own else _TAKE_AFTER):
             if not self.aborted:
                 self._take_from_busy(turn, steps)
             steps = self.steps
@@ -422,33 +429,22 @@ class Scheduler:
                 return next(turn for turn in able if turn.rank == self.turn)
             if self.aborted:
                 raise WorldAborted
-            if self._may_come():
+            if all(turn.done if turn.own else not turn.waits for turn in self._turns):
+                return None
+            comer = self._who_may_come()
+            if comer:
+                begin = time.monotonic()
                 time.sleep(_LOOK_EVERY)
+                if comer == "helper":  # it may sleep for long
+                    self._now += time.monotonic() - begin
                 continue
             # Only a second look is certain: a thread may have come, or ended, since the first.
             waiting = [turn for turn in self._turns if turn.waits]
             if any(turn.able(now) for turn in waiting):
                 continue
-            if not waiting:
-                return None
-            self._now = max(now, min(turn.until for turn in waiting))
+            self._now = max(now, min((turn.until for turn in waiting), default=math.inf))
             if self._now == math.inf:
                 self._now = now
                 if not self._break_standstill():
                     self.abort()
                     raise WorldAborted
-
-
-def _waits_for_thread(ident: int) -> bool:
-    """Return whether a thread waits for another one: in `join`, or for a result, a lock, an event.
-
-    To wait until a thread has begun is none of these.
-    """
-    frame = sys._current_frames().get(ident)  # pyright: ignore[reportPrivateUsage]
-    if frame is None or frame.f_globals.get("__name__") not in _WAITING_MODULES:
-        return False
-    while frame is not None and frame.f_globals.get("__name__") in _WAITING_MODULES:
-        if frame.f_code is threading.Thread.start.__code__:
-            return False
-        frame = frame.f_back
-    return True

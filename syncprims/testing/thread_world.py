@@ -11,13 +11,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncprims._protocol.deadlock import Wait, deadlock_error, describe_group, find_stuck
-from syncprims._protocol.threads import look_at_threads
+from syncprims._protocol.threads import busy_threads, look_at_threads, waiting_threads
 from syncprims._world.group import entered
 from syncprims._world.launchers import make_rank_variables
 from syncprims._world.registry import load_backend
@@ -29,6 +29,7 @@ from .errors import Killed, WorldAborted
 from .faults import FaultTarget, current_target
 from .outcomes import RankOutcome, WorldRun, trim_stack
 from .probe import Probe, ProbedBackend
+from .rank_threads import threads_belong_to_ranks, wake
 from .scheduler import RankThread, Scheduler
 from .world_spec import RankOutput, WorldSpec, capture_ranks, set_writer
 
@@ -125,6 +126,7 @@ class ThreadWorld:
         run = self._run
         with (
             threads_as_ranks(),
+            threads_belong_to_ranks(),
             capture_ranks(self._output),
             _one_processor(self._spec.seed.number),
             self._torch.serve() if self._torch else contextlib.nullcontext(),
@@ -135,16 +137,18 @@ class ThreadWorld:
                 self.scheduler.pass_on()
                 self._wait()
             except BaseException:
-                self._end_threads()
+                self.scheduler.abort()
+                self._end(self._threads)
                 raise
             if not self.scheduler.aborted:
                 for thread in self._threads:
                     thread.join()  # it has nothing left to do
-            elif not self._end_threads():
+            if not self._end(self._threads):
                 run.gave_up += ". A thread could not be ended, and is left alone"
-        for rank, error in self.scheduler.refused.items():
-            if run.outcomes[rank].error is None:
-                run.outcomes[rank].fail(error)
+            # As at the end of a process. One that works, or has an end to wait for, ends by itself.
+            waiting = waiting_threads() & busy_threads()
+            helpers = {thread for of_rank in self.scheduler.threads for thread in of_rank.started}
+            self._end([thread for thread in helpers if thread.ident in waiting])
         run.steps = self.scheduler.steps
         return run
 
@@ -163,6 +167,7 @@ class ThreadWorld:
                     fn,
                     thread_as_rank(self._environs[rank], self._make_backend),
                     lambda: self.scheduler.await_threads(rank),
+                    self.scheduler.threads[rank],
                 )
         finally:
             self.scheduler.leave(rank)
@@ -183,8 +188,9 @@ class ThreadWorld:
     def _break_standstill(self) -> bool:
         """Abort the waits of ranks that wait for each other; return whether there are any.
 
-        If there are none, the others wait for a rank that a fault has stopped. A rank that waits
-        for one that has ended does not come here: its board says so, and the call raises.
+        If there are none, the others wait for a rank that a fault has stopped, or that waits for a
+        thread of its own. A rank that waits for one that has ended does not come here: its board
+        says so, and the call raises.
         """
         waiting = {
             board: call for world in self.shared_worlds for board, call in world.waiting.items()
@@ -199,8 +205,14 @@ class ThreadWorld:
             else:
                 wait = Wait(str(board.status(board.rank).label), group, board.missing())
             waits.setdefault(board.rank, []).append(wait)
-        if not find_stuck(waits):
-            self._run.stopped([o.rank for o in self._outcomes if o.end == "stopped"])
+        locked = self.scheduler.describe_locked()
+        for rank, text in locked.items():
+            self._outcomes[rank].detail = text
+            waits.setdefault(rank, [Wait(text, "", (), any=True)])
+        if not waiting or not find_stuck(waits):
+            stopped = [o.rank for o in self._outcomes if o.end == "stopped"]
+            if stopped or locked:
+                self._run.stood_still(stopped)
             return False
         verdict = dump(deadlock_error({r: waits[r] for r in sorted(waits)}, min(waits)))
         for board in waiting:
@@ -225,23 +237,24 @@ class ThreadWorld:
                 self._outcomes[rank].detail = "is ready to run"
             self.scheduler.abort()
 
-    def _end_threads(self) -> bool:
-        """End all ranks; return whether they have ended."""
-        self.scheduler.abort()
+    def _end(self, threads: Sequence[threading.Thread]) -> bool:
+        """End these threads, which have nothing left to do; return whether they have ended."""
         begin = time.monotonic()
-        while living := [thread for thread in self._threads if thread.is_alive()]:
+        while living := [thread for thread in threads if thread.is_alive()]:
             living[0].join(0.05)
             waited = time.monotonic() - begin
             if waited > _GRACE:
                 return False
-            if waited < _UNDISTURBED:
-                continue  # a rank may be writing a traceback: an exception would disturb it
+            waiting = waiting_threads()
             for thread in living:
+                if thread.ident not in waiting and waited < _UNDISTURBED:
+                    continue  # it may be writing a traceback: an exception would disturb it
                 if thread.is_alive() and thread.ident is not None:
                     # Raised between two steps of Python: it does not end a call that waits in C.
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(
                         ctypes.c_ulong(thread.ident), ctypes.py_object(WorldAborted)
                     )
+                    wake(thread)
         return True
 
     def _look_at_ranks(self, look: Callable[[FrameType], T]) -> dict[int, T]:

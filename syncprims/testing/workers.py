@@ -39,6 +39,7 @@ from .errors import PackedException, pack_exception
 from .faults import Fault, FaultTarget, current_target
 from .outcomes import RankOutcome
 from .probe import Probe, ProbedBackend
+from .rank_threads import RankThreads, threads_belong_to_ranks
 from .world_spec import Start, set_writer
 
 #: Asks a worker for its stack: a signal that programs do not use, where there is one.
@@ -157,7 +158,8 @@ def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
             from .torch_worlds import serve_in_process  # imports torch
 
             serve_in_process(rank, spec.folder / "store")
-        outcome.run_program(fn, provided_world(), await_threads)
+        with threads_belong_to_ranks():
+            outcome.run_program(fn, provided_world(), await_threads, RankThreads())
         write("end", _end_of(outcome))
         code = 0
     except BaseException:

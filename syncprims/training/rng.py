@@ -1,8 +1,4 @@
-"""The random number generators that training uses by default: Python's, numpy's and torch's.
-
-A state comes in two forms. `CpuStates` is what the libraries return themselves: quick to take and
-to set. :func:`capture` returns a dict of numbers and arrays, GPUs included, that a file can hold.
-"""
+"""The random number generators that training uses by default: Python's, numpy's and torch's."""
 
 from __future__ import annotations
 
@@ -60,19 +56,9 @@ def restore_cpu(states: CpuStates) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of all generators, this rank's GPUs included, as numbers and arrays."""
-    python, numbers, cpu = capture_cpu()
-    version, words, gauss = python
-    kind, keys, position, has_gauss, cached = numbers
-    return {
-        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
-        "numpy": {
-            "kind": kind, "keys": keys, "position": int(position),
-            "has_gauss": int(has_gauss), "cached": float(cached),
-        },
-        "torch": cpu,
-        "cuda": {str(device): torch.cuda.get_rng_state(device) for device in _own_gpus()},
-    }  # fmt: skip
+    """Return the states of all generators, this rank's GPUs included."""
+    gpus = {str(device): torch.cuda.get_rng_state(device) for device in _own_gpus()}
+    return {"cpu": capture_cpu(), "cuda": gpus}
 
 
 def restore(state: dict[str, Any]) -> None:
@@ -86,12 +72,9 @@ def restore(state: dict[str, Any]) -> None:
             f"it was saved with the generators of GPUs {sorted(state['cuda'])}, and here are "
             f"{sorted(devices)}; with rng=False they are left as they are"
         )
-    python, numbers = state["python"], state["numpy"]
-    words = tuple(int(word) for word in python["words"])
-    parts = [numbers[name] for name in ("kind", "keys", "position", "has_gauss", "cached")]
-    restore_cpu(((python["version"], words, python["gauss"]), tuple(parts), state["torch"]))
-    for device, one in state["cuda"].items():
-        torch.cuda.set_rng_state(one, int(device))
+    restore_cpu(state["cpu"])
+    for device, own in state["cuda"].items():
+        torch.cuda.set_rng_state(own, int(device))
 
 
 def _own_gpus() -> list[int]:

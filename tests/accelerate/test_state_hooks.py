@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.file_faults import watched
-from support.rank_worlds import PATIENCE, Signs
+from support.rank_worlds import Signs
 from support.training_models import everywhere, in_pairs
 from torch import nn
 
@@ -166,14 +162,6 @@ def test_ranks_whose_hooks_leave_different_models_are_told(world: Ranks, tmp_pat
 # -- the number of the next checkpoint ----------------------------------------------------------
 
 
-def is_inside(thread: threading.Thread, function: str) -> bool:
-    """Return whether a thread is in a call of this function."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None and frame.f_code.co_name != function:
-        frame = frame.f_back
-    return frame is not None
-
-
 @everywhere
 @pytest.mark.parametrize("hooked", [True, False])
 def test_a_save_behind_the_training_keeps_its_number(
@@ -185,31 +173,12 @@ def test_a_save_behind_the_training_keeps_its_number(
         made, first, second = job(tmp_path)
         if hooked:
             made.register_load_state_pre_hook(lambda models, directory: None)
-        main, asked = threading.current_thread(), threading.Event()
-
-        def hold(number: int, name: str, args: tuple[Any, ...]) -> None:
-            """Finish what is written behind when the next call waits, or has its number."""
-            deadline = time.monotonic() + PATIENCE
-            while threading.current_thread() is not main and not asked.is_set():
-                if is_inside(main, "finish_earlier"):
-                    break
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
-
-        def steps(checkpoints: Checkpoints) -> list[int]:
-            found = list_steps(checkpoints)
-            asked.set()
-            return found
-
-        found: list[Any] = []
-        with pytest.MonkeyPatch.context() as patch, watched(hold):
-            patch.setattr(Checkpoints, "steps", steps)
-            for value in (1, 2):
-                fill(value, first, second)
-                found.append(Path(made.save_state(block=False).path).name)
-                asked.clear()
-            fill(0, first, second)
-            made.load_state()
+        found: list[str] = []
+        for value in (1, 2):
+            fill(value, first, second)
+            found.append(Path(made.save_state(block=False).path).name)
+        fill(0, first, second)
+        made.load_state()
         return found, values(first, second)
 
     assert world.run(program) == [(["checkpoint_0", "checkpoint_1"], [2, 2])] * world.ranks

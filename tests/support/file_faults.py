@@ -7,8 +7,9 @@ import errno
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors.torch import load_file
@@ -16,6 +17,7 @@ from torch import nn
 
 import syncprims as sp
 from support import warm_torch  # noqa: F401
+from support.checkpoint_worlds import Kept
 from support.rank_worlds import Kind, Ranks
 from syncprims.accelerate import Accelerator
 from syncprims.training import (
@@ -44,7 +46,7 @@ class Watched:
     number depends on the time, and they change nothing.
     """
 
-    def __init__(self, at: Callable[[int, str, tuple[Any, ...]], object]) -> None:
+    def __init__(self, at: At) -> None:
         self.count = 0
         self._at = at
 
@@ -64,7 +66,7 @@ class Watched:
 
 
 @contextlib.contextmanager
-def watched(at: Callable[[int, str, tuple[Any, ...]], object]) -> Generator[Watched]:
+def watched(at: At) -> Generator[Watched]:
     """Make checkpoints use a watched `os`: all of this process, so also ranks that are threads."""
     module: Any = filesystem
     assert module.os is os, "it is watched already; watch a world of threads from outside"
@@ -76,21 +78,19 @@ def watched(at: Callable[[int, str, tuple[Any, ...]], object]) -> Generator[Watc
         module.os = os
 
 
+At: TypeAlias = "Callable[[int, str, tuple[Any, ...]], object]"  #: called before each call
+
+
 def nothing(number: int, name: str, args: tuple[Any, ...]) -> None:
     """Do nothing."""
 
 
-def kill_at(point: int) -> Callable[[int, str, tuple[Any, ...]], object]:
+def kill_at(point: int) -> At:
     """Kill this process before the call."""
-
-    def at(number: int, name: str, args: tuple[Any, ...]) -> None:
-        if number == point:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return at
+    return lambda number, *_: number == point and os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail_at(point: int, code: int) -> Callable[[int, str, tuple[Any, ...]], object]:
+def fail_at(point: int, code: int) -> At:
     """Make the call fail with an errno."""
 
     def at(number: int, name: str, args: tuple[Any, ...]) -> None:
@@ -125,46 +125,17 @@ def one_version(state: dict[str, torch.Tensor]) -> int:
     return int(found.pop())
 
 
-class Counter:
-    """A user-defined object, with numbers and a tensor."""
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self.tensor = torch.full((5,), float(version))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"version": self.version, "tensor": self.tensor}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.version, self.tensor = state["version"], state["tensor"]
-
-
 class Setup(NamedTuple):
     """A way to save and load, with a number of ranks."""
 
-    name: str
     ranks: int
     save: Callable[[str, int], object]
     load: Callable[[str], int]
 
-    def __str__(self) -> str:
-        return f"{self.name}-{self.ranks}"
 
-
-def _save_single(path: str, version: int) -> None:
-    save_model(Net(version), path)
-
-
-def _save_shards(path: str, version: int) -> None:
-    save_model(Net(version), path, max_shard_size=600 if version % 2 else 400)
-
-
-def _save_either(path: str, version: int) -> None:
-    save_model(Net(version), path, max_shard_size="5GB" if version % 2 else 500)
-
-
-def _save_either_other(path: str, version: int) -> None:
-    save_model(Net(version), path, max_shard_size=500 if version % 2 else "5GB")
+def model_in(odd: int | str, even: int | str) -> Callable[[str, int], object]:
+    """Return a save of a model with shards of these sizes, by its version."""
+    return lambda path, version: save_model(Net(version), path, (even, odd)[version % 2])
 
 
 def _load_model(path: str) -> int:
@@ -174,35 +145,28 @@ def _load_model(path: str) -> int:
 
 
 def _objects(version: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    net = Net(version)
+    net, own = Net(version), version + 100 * sp.get_rank()
     optimizer = torch.optim.SGD(net.parameters(), lr=float(version), momentum=0.5)
     for parameter in net.parameters():
         optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, version)
-    own = Counter(version + 100 * sp.get_rank())
-    return {"model": net, "optimizer": optimizer, "counter": Counter(version)}, {"own": own}
+    counter = Kept({"version": version, "tensor": torch.full((5,), float(version))})
+    return {"model": net, "optimizer": optimizer, "counter": counter}, {"own": Kept([own])}
 
 
-def _save_state(path: str, version: int) -> None:
+def _save_state(path: str, version: int, block: bool = True) -> None:
     objects, own = _objects(version)
     torch.manual_seed(version)
-    save_state(path, objects, rank_objects=own, step=version)
-
-
-def _save_state_behind(path: str, version: int) -> None:
-    objects, own = _objects(version)
-    torch.manual_seed(version)
-    save_state(path, objects, rank_objects=own, step=version, block=False).wait()
+    save_state(path, objects, rank_objects=own, step=version, block=block).wait()
 
 
 def _load_state(path: str) -> int:
     objects, own = _objects(0)
     loaded = load_state(path, objects, rank_objects=own)
-    optimizer = objects["optimizer"]
+    optimizer, counter = objects["optimizer"], objects["counter"].state
     found = {
-        objects["model"].version(), loaded.step, objects["counter"].version,
-        own["own"].version - 100 * sp.get_rank(), torch.initial_seed(),
-        int(optimizer.param_groups[0]["lr"]),
-        one_version({"tensor": objects["counter"].tensor}),
+        objects["model"].version(), loaded.step, counter["version"],
+        own["own"].state[0] - 100 * sp.get_rank(), torch.initial_seed(),
+        int(optimizer.param_groups[0]["lr"]), one_version({"tensor": counter["tensor"]}),
         *(one_version(state) for state in optimizer.state_dict()["state"].values()),
     }  # fmt: skip
     assert len(found) == 1, f"a mixture of {found}"
@@ -210,51 +174,34 @@ def _load_state(path: str) -> int:
     return version
 
 
-def _save_object(path: str, version: int) -> None:
-    Accelerator(cpu=True).save(Net(version).state_dict(), path)
+def _object(safe: bool) -> Setup:
+    """Return the way to save the weights of a model as one object."""
 
+    def load(path: str) -> int:
+        if not Path(path).exists():
+            raise sp.CheckpointError("nothing is there")
+        return one_version(load_file(path) if safe else torch.load(path, weights_only=True))
 
-def _save_safe_object(path: str, version: int) -> None:
-    Accelerator(cpu=True).save(Net(version).state_dict(), path, safe_serialization=True)
-
-
-def _load_object(path: str) -> int:
-    if not Path(path).exists():
-        raise sp.CheckpointError("nothing is there")
-    return one_version(torch.load(path, weights_only=True))
-
-
-def _load_safe_object(path: str) -> int:
-    if not Path(path).exists():
-        raise sp.CheckpointError("nothing is there")
-    return one_version(load_file(path))
+    return Setup(1, lambda p, v: Accelerator(cpu=True).save(Net(v).state_dict(), p, safe), load)
 
 
 WAYS = {
-    "single": (_save_single, _load_model),
-    "shards": (_save_shards, _load_model),
-    "to-shards": (_save_either, _load_model),
-    "from-shards": (_save_either_other, _load_model),
+    "single": (model_in("5GB", "5GB"), _load_model),
+    "shards": (model_in(600, 400), _load_model),
+    "to-shards": (model_in("5GB", 500), _load_model),
+    "from-shards": (model_in(500, "5GB"), _load_model),
     "state": (_save_state, _load_state),
-    "state-behind": (_save_state_behind, _load_state),
+    "state-behind": (partial(_save_state, block=False), _load_state),
 }
-SETUPS = {
-    f"{name}-{ranks}": Setup(name, ranks, save, load)
-    for name, (save, load) in WAYS.items()
-    for ranks in (1, 2, 4)
-}
-SETUPS["object-1"] = Setup("object", 1, _save_object, _load_object)
-SETUPS["safe-object-1"] = Setup("safe-object", 1, _save_safe_object, _load_safe_object)
+SETUPS = {f"{way}-{n}": Setup(n, *both) for way, both in WAYS.items() for n in (1, 2, 4)}
+SETUPS |= {"object-1": _object(safe=False), "safe-object-1": _object(safe=True)}
 NONE = 0  #: the version before the first save
 OLD, NEW = 1, 2
 
 
 def copy(source: Path, target: Path) -> None:
     """Copy the saved directory or file."""
-    if source.is_dir():
-        shutil.copytree(source, target)
-    else:
-        shutil.copy(source, target)
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
 
 
 class Trial:
@@ -285,12 +232,12 @@ class Trial:
         if self.overwrite:
             copy(self._old, self.path)
 
-    def _save(self, at: Callable[[int, str, tuple[Any, ...]], object]) -> int:
+    def _save(self, at: At) -> int:
         with watched(at) as fake:
             self.setup.save(str(self.path), NEW)
         return fake.count
 
-    def save(self, victim: int, at: Callable[[int, str, tuple[Any, ...]], object]) -> list[Any]:
+    def save(self, victim: int, at: At) -> list[Any]:
         """Save with a fault on one rank; return the outcome of each rank."""
         self.reset()
         return self._ranks.outcomes(
@@ -301,12 +248,12 @@ class Trial:
         """Return what each rank loads; nothing if nothing was saved before."""
 
         def load() -> int:
-            if not self.overwrite:
-                try:
-                    return self.setup.load(str(self.path))
-                except sp.CheckpointError:
-                    return NONE
-            return self.setup.load(str(self.path))
+            try:
+                return self.setup.load(str(self.path))
+            except sp.CheckpointError:
+                if self.overwrite:
+                    raise
+                return NONE
 
         return self._ranks.run(load)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import gc
-import itertools
 import os
 import re
 import subprocess
@@ -22,7 +20,7 @@ import pytest
 from support.rank_worlds import CROWDED, skip_unless_crowded
 
 import syncprims as sp
-from syncprims._protocol.threads import busy_threads
+from syncprims._protocol.threads import threads_that_may_call
 from syncprims._world import runtime
 from syncprims.testing import (
     DeadlockError,
@@ -590,15 +588,16 @@ def test_a_deadlock_in_a_group_that_was_closed_and_made_again_is_found(kind: Kin
 
 
 def test_a_thread_that_cannot_be_ended_leaves_the_process_as_it_was(outer: sp.World) -> None:
-    released = threading.Event()
+    released = threading.Lock()
     left: list[threading.Thread] = []
 
     def program() -> None:
         if sp.get_rank() == 1:
             left.append(threading.current_thread())
-            released.wait()  # in C, which no exception ends
+            released.acquire()  # in C, which no exception ends
         sp.barrier()
 
+    released.acquire()
     try:
         with pytest.raises(StallError, match="A thread could not be ended"):
             run_world(program, 2, timeout=0.3)
@@ -606,7 +605,7 @@ def test_a_thread_that_cannot_be_ended_leaves_the_process_as_it_was(outer: sp.Wo
         assert run_world(lambda: sp.all_reduce(1), 3) == [3, 3, 3]
         sp.barrier("the world of the process")
     finally:
-        released.set()
+        released.release()
         left[0].join()
     assert sp.all_gather(sp.get_rank()) == [0]
 
@@ -779,8 +778,7 @@ def test_a_wait_keeps_no_variables_of_its_callers() -> None:
 
 def start(call: Callable[[], object], *, daemon: bool | None = None) -> threading.Thread:
     """Start a thread of this rank."""
-    context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(call,), daemon=daemon)
+    thread = threading.Thread(target=call, daemon=daemon)
     thread.start()
     return thread
 
@@ -830,18 +828,17 @@ def test_a_thread_that_is_late_is_no_deadlock(kind: Kinds, daemon: bool) -> None
 def test_a_thread_that_ends_between_two_looks_is_no_standstill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ends, looks = threading.Event(), itertools.count(1)
+    ends = threading.Event()
 
-    def look() -> set[int]:
-        if next(looks) == 3:  # after the rank has seen that it must wait
-            ends.set()
-            thread.join()
-        return busy_threads()
+    def look() -> set[int]:  # after the rank has seen that it must wait
+        ends.set()
+        thread.join()
+        return threads_that_may_call()
 
     thread = threading.Thread(target=ends.wait)
-    monkeypatch.setattr("syncprims.testing.scheduler.busy_threads", look)
-    assert run_world(thread.start, 1) == [None]
-    assert next(looks) > 3
+    monkeypatch.setattr("syncprims.testing.scheduler.threads_that_may_call", look)
+    assert run_world(lambda: thread.start(), 1) == [None]
+    assert ends.is_set()
 
 
 @both
@@ -902,7 +899,7 @@ def test_a_pool_does_its_work_after_the_program_has_returned(kind: Kinds, tmp_pa
         pool.submit(int).result()
         for k in range(2):
             done = tmp_path / f"{sp.get_rank()}-{k}"
-            pool.submit(contextvars.copy_context().run, write, pair, done)
+            pool.submit(write, pair, done)
         pool.shutdown(wait=False)
 
     run_world(program, 2, kind=kind)
@@ -915,7 +912,7 @@ def test_work_that_a_pool_has_not_begun_is_no_deadlock() -> None:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(int).result()  # its thread is idle now
             if sp.get_rank() == 0:
-                pool.submit(contextvars.copy_context().run, pair.barrier)
+                pool.submit(pair.barrier)
             if sp.get_rank() == 1:
                 pair.barrier()
             sp.barrier()

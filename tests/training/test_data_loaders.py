@@ -601,6 +601,9 @@ def test_a_prepared_loader_is_a_loader(world: Ranks) -> None:
         assert len(loader) == 3
         assert prepare_data_loader(loader) is loader
         assert sampler.generator is None, "the user's sampler is left alone"
+        for order in ("torch", "seedable"):
+            with pytest.raises(RuntimeError, match="use_stateful_dataloader"):
+                prepare_data_loader(plain, order=order).state_dict()
         single: Any = feed(range(3), batch_size=None, sampler=SequentialSampler(range(3)))
         assert list(prepare_data_loader(single)) == [0, 1, 2]
         for kind in (WithArguments, DerivedFromIt):
@@ -766,38 +769,6 @@ def test_a_sampler_may_change_between_epochs(world: Ranks) -> None:
         assert found[1] == [[100 + i] for i in mine]
         assert found[3] == [[700 + i] for i in range(rank, 4, world.ranks)]
         assert (found[2][0], found[4][0]) == ([0], [7])
-
-
-@everywhere
-@pytest.mark.parametrize("order", ["torch", "seedable"])
-def test_torchs_own_order(world: Ranks, order: str) -> None:
-    """On one rank that of the plain loader; on more, of a generator seeded as in Accelerate."""
-
-    def program() -> tuple[list[Any], list[Any]]:
-        torch.manual_seed(3)
-        loader = prepare_data_loader(feed(range(16), batch_size=1, shuffle=True), order=order)
-        assert loader.batch_sampler is not None
-        assert getattr(loader.batch_sampler, "even_batches", False)
-        mine = [items(list(loader)) for _ in range(2)]
-        torch.manual_seed(3)
-        if order == "seedable":
-            whole = [
-                torch.randperm(16, generator=torch.Generator().manual_seed(3 + e)).tolist()
-                for e in range(2)
-            ]
-        elif world.ranks == 1:
-            plain = feed(range(16), batch_size=1, shuffle=True)
-            whole = [[int(batch) for batch in plain] for _ in range(2)]
-        else:
-            drawn = int(torch.empty((), dtype=torch.int64).random_().item())
-            generator = torch.Generator().manual_seed(drawn)
-            whole = [list(RandomSampler(range(16), generator=generator)) for _ in range(2)]
-        with pytest.raises(RuntimeError, match="use_stateful_dataloader"):
-            loader.state_dict()
-        return mine, whole
-
-    for rank, (mine, whole) in enumerate(world.run(program)):
-        assert mine == [[[i] for i in epoch[rank :: world.ranks]] for epoch in whole]
 
 
 @in_pairs

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from syncprims.accelerate import Accelerator
-
     Program = Callable[[], Any]
 
 
@@ -117,22 +115,6 @@ def test_ddp_gives_the_bits_of_one_rank(
     assert grouped(program) == [("DistributedDataParallel", wanted, closed)] * 2
 
 
-def test_ddp_averages_once_per_window(grouped: Callable[[Program], list[Any]]) -> None:
-    def program() -> list[float]:
-        job, rank = new_job(3), syncprims.get_rank()
-        model = job.prepare(nn.Linear(1, 1, bias=False))
-        seen = []
-        for _ in range(3):
-            with job.accumulate(model):
-                job.backward(model(torch.full((1, 1), 3.0 * (rank + 1))).sum())
-                (gradient,) = (p.grad for p in model.parameters())
-                assert gradient is not None
-                seen.append(float(gradient))
-        return seen
-
-    assert grouped(program) == [[1.0, 2.0, 4.5], [2.0, 4.0, 4.5]]
-
-
 def test_buffers_are_rank_0s_after_each_step(grouped: Callable[[Program], list[Any]]) -> None:
     def program() -> tuple[float, float]:
         job, rank = new_job(), syncprims.get_rank()
@@ -169,51 +151,6 @@ def test_an_overflow_on_one_rank_skips_both_steps(
 
     wanted = (True, 0.0, 1.0) if overflow else (False, -1.0, 0.25)
     assert grouped(program) == [wanted] * 2
-
-
-def test_wrapped_models_are_saved_and_loaded_bare(
-    grouped: Callable[[Program], list[Any]], alone: Callable[[Program], Any], tmp_path: Path
-) -> None:
-    def job() -> tuple[Accelerator, nn.Module, Any]:
-        made = new_job()
-        model: nn.Module = small_model(seed=syncprims.get_rank())
-        optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.1)
-        model, optimizer = made.prepare(model, optimizer)
-        return made, model, optimizer
-
-    def step(made: Accelerator, model: nn.Module, optimizer: Any) -> None:
-        with made.accumulate(model):
-            made.backward(model(torch.ones(2, 3, dtype=torch.float64)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def save() -> tuple[list[float], list[float]]:
-        made, model, optimizer = job()
-        step(made, model, optimizer)
-        made.save_state(tmp_path / "state")
-        made.save_model(model, tmp_path / "model")
-        assert not any(name.startswith("module.") for name in made.get_state_dict(model))
-        saved = numbers(model)
-        step(made, model, optimizer)
-        return saved, numbers(model)
-
-    def resume() -> list[float]:
-        made, model, optimizer = job()
-        made.load_state(tmp_path / "state")
-        step(made, model, optimizer)
-        return numbers(model)
-
-    def load_alone() -> list[float]:
-        from syncprims.training import load_checkpoint_in_model
-
-        model = small_model(seed=5)
-        load_checkpoint_in_model(model, tmp_path / "model")
-        return numbers(model)
-
-    (saved, went_on), other = grouped(save)
-    assert (saved, went_on) == other
-    assert grouped(resume) == [went_on] * 2
-    assert alone(load_alone) == saved
 
 
 def test_one_that_wrapped_by_hand_keeps_the_wrapper(

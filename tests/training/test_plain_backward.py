@@ -154,24 +154,6 @@ def test_a_pass_that_fails_leaves_no_trace(world: Ranks) -> None:
 
 
 @everywhere
-def test_gradients_that_nobody_cleared_are_not_scaled_again(world: Ranks) -> None:
-    def program() -> list[float]:
-        job = new_job(2)
-        model: Any = job.prepare(unit_model())
-        seen = []
-        for number in range(6):
-            with job.accumulate(model):
-                job.backward(model(torch.ones(1, 1)).sum())
-                if job.sync_gradients:
-                    seen.append(gradient(model))
-            if number == 3:
-                model.zero_grad()
-        return seen
-
-    assert world.run(program) == [[1.0, 2.0, 1.0]] * world.ranks
-
-
-@everywhere
 def test_losses_divided_by_steps_at_once(world: Ranks) -> None:
     """As in Accelerate: also in the tail, which holds fewer micro-batches."""
 

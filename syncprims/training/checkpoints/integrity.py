@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -19,13 +19,10 @@ from syncprims import CheckpointError
 from . import filesystem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
-T = TypeVar("T")
+    from collections.abc import Generator
 
 SEAL = "syncprims.seal"  #: the field with the digest
 BLANK = "0" * 32  #: what is in it while the digest is computed
-_TRIES = 5  # to read a checkpoint that another program replaces meanwhile
 _FIELD = f'"{SEAL}":"'.encode()
 
 
@@ -41,27 +38,6 @@ def refusal(path: str, what: str, expected: object, found: object) -> Checkpoint
     )
 
 
-def read_current(path: str, read: Callable[[], T], was_replaced: Callable[[], bool]) -> T:
-    """Return ``read()``, and call it again if another program has replaced what it was reading.
-
-    :raises CheckpointError: as ``read()``, or if this happens again and again.
-    """
-    for left in reversed(range(_TRIES)):
-        try:
-            return read()
-        except CheckpointError as error:
-            if not was_replaced():
-                raise
-            if not left:
-                raise CheckpointError(
-                    f"{path}: another program saves there, and has replaced the checkpoint each "
-                    f"time it was read. Load it when that program has ended, or let it save to "
-                    f"another directory.",
-                    path=path,
-                ) from error
-    raise AssertionError("the last try returns or raises")
-
-
 def _shorten(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 300 else f"{text[:200]} ... {text[-60:]}"
@@ -75,14 +51,9 @@ def reading(path: str) -> Generator[None]:
     except CheckpointError:
         raise
     except FileNotFoundError as error:
-        raise refusal(path, "missing", "a file", "none") from error
+        why = "none. A program that saves there may have replaced the checkpoint: then load again"
+        raise refusal(path, "missing", "a file", why) from error
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):  # the file is not the cause
-            raise CheckpointError(
-                f"{path}: cannot be opened: {error.strerror}. All files of a checkpoint are open "
-                f"while it is loaded: allow more of them (ulimit -n), and load again.",
-                path=path, errno=error.errno,
-            ) from error  # fmt: skip
         is_link = error.errno == errno.ELOOP
         found = "a symbolic link, which may lead anywhere" if is_link else error.strerror
         refused = refusal(path, "cannot be read", "a regular file", found or str(error))

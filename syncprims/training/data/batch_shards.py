@@ -40,6 +40,14 @@ class ShardPlan(NamedTuple):
     dispatch: bool = False  #: rank 0 reads for all
 
 
+def share_of(batches: int, plan: ShardPlan) -> int:
+    """Return how many of so many batches this rank gets."""
+    full, rest = divmod(batches, plan.ranks)
+    if plan.drop_last or not rest:
+        return full
+    return full + (1 if plan.even else plan.rank < rest)
+
+
 class Draw:
     """One iteration of a batch shard: what is known of its batches, by number."""
 
@@ -93,10 +101,7 @@ class BatchShard:
         total = len(self.batch_sampler)
         if self.plan.split:
             return self._split_length(total)
-        full, rest = divmod(total, self.plan.ranks)
-        if self.drop_last or not rest:
-            return full
-        return full + (1 if self.plan.even else self.plan.rank < rest)
+        return share_of(total, self.plan._replace(drop_last=self.drop_last))
 
     def _split_length(self, total: int) -> int:
         if self.plan.even or self.drop_last or not total:
@@ -215,16 +220,9 @@ class StreamShard(IterableDataset[Any]):
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
     def __len__(self) -> int:
-        """Return how many items this rank gets, if the dataset has a length."""
-        rank, ranks, even, *_ = self.plan
-        rounds, rest = divmod(len(self.dataset), self.size * ranks)
-        if self.plan.drop_last or not rest:
-            more = 0
-        elif even and ranks > 1:
-            more = self.size
-        else:
-            more = min(self.size, max(0, rest - rank * self.size))
-        return rounds * self.size + more
+        """Return how many items this rank gets, in whole batches, if the dataset has a length."""
+        whole, rest = divmod(len(self.dataset), self.size)
+        return self.size * share_of(whole + (rest > 0 and not self.plan.drop_last), self.plan)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch to the dataset, if it takes it."""

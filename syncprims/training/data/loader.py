@@ -25,6 +25,7 @@ from .batch_shards import (
     StreamShard,
     WorkerInit,
     dispatch,
+    share_of,
 )
 from .sampling import (
     EpochSetter,
@@ -150,8 +151,7 @@ class PreparedLoader(DataLoader[T]):
         count = len(self.loader)
         plan = self._plan
         if plan.dispatch and not plan.split:
-            count, rest = divmod(count, plan.ranks)
-            count += bool(rest) and (plan.even or plan.rank < rest) and not plan.drop_last
+            count = share_of(count, plan)
         return max(0, count - self._skip)
 
     @property

@@ -19,7 +19,6 @@ from support.rank_worlds import Kind, Ranks
 from torch import nn
 
 import syncprims as sp
-from syncprims.testing import explore, run_world
 from syncprims.training import (
     Checkpoints,
     load_checkpoint_in_model,
@@ -58,34 +57,6 @@ def test_large_tensors_that_are_not_contiguous_come_back(tmp_path: Path, alone: 
     load_checkpoint_in_model(other, tmp_path / "m")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
-
-
-def test_a_model_without_tensors_is_a_model(tmp_path: Path, alone: Alone) -> None:
-    def program() -> list[str]:
-        save_model(nn.ReLU(), tmp_path / "m")
-        save_state(tmp_path / "s", {"model": nn.ReLU()}, rng=False)
-        load_state(tmp_path / "s", {"model": nn.ReLU()}, rng=False)
-        return sorted(path.name for path in (tmp_path / "s").iterdir())
-
-    assert alone(program) == ["checkpoint.json"]
-    load_checkpoint_in_model(nn.ReLU(), tmp_path / "m")
-    with pytest.raises(sp.CheckpointError, match="missing: weight"):
-        load_checkpoint_in_model(nn.Linear(1, 1, bias=False), tmp_path / "m")
-
-
-def test_a_tensor_with_the_headers_own_name_is_refused_when_it_is_saved(
-    tmp_path: Path, alone: Alone
-) -> None:
-    model = nn.Module()
-    model.register_buffer("__metadata__", torch.ones(2))
-
-    def program() -> str:
-        with pytest.raises(sp.CheckpointError, match="__metadata__") as caught:
-            save_model(model, tmp_path / "m")
-        return str(caught.value)
-
-    assert "still stands" in alone(program)
-    assert not (tmp_path / "m").exists()
 
 
 def test_the_file_is_one_that_others_read_and_tied_tensors_may_have_any_name(
@@ -134,44 +105,6 @@ def test_an_empty_directory_that_is_there_stays_the_one_it_is(world: Ranks, tmp_
     assert link.is_symlink()
 
 
-def test_a_directory_that_somebody_makes_at_the_same_moment_is_used(
-    tmp_path: Path, alone: Alone
-) -> None:
-    def program() -> float:
-        def at(number: int, name: str, args: tuple[Any, ...]) -> None:
-            if name == "mkdir" and Path(args[0]).name in ("run", "more"):
-                Path(args[0]).mkdir()
-
-        it = Kept()
-        with watched(at):
-            save_state(tmp_path / "run" / "more" / "s", {"it": Kept(1.5)})
-        load_state(tmp_path / "run" / "more" / "s", {"it": it})
-        return float(it.state)
-
-    assert alone(program) == 1.5
-
-
-def test_a_file_system_that_cannot_sync_directories_is_used(tmp_path: Path, alone: Alone) -> None:
-    def program() -> float:
-        folders = set[int]()
-
-        def at(number: int, name: str, args: tuple[Any, ...]) -> None:
-            if name == "fsync" and os.path.isdir(f"/proc/self/fd/{args[0]}"):  # noqa: PTH112
-                folders.add(args[0])
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-        it = Kept()
-        with watched(at):
-            save_state(tmp_path / "s", {"it": Kept(1.5)})
-        assert folders
-        load_state(tmp_path / "s", {"it": it})
-        return float(it.state)
-
-    if not Path("/proc/self/fd").exists():
-        pytest.skip("looks for directories in /proc")
-    assert alone(program) == 1.5
-
-
 # -- one rank's failure -------------------------------------------------------------------------
 
 
@@ -212,37 +145,6 @@ def test_a_rank_without_memory_for_the_copy_is_told_of_on_all(world: Ranks, tmp_
     assert all(left == [] for _, left, _ in found)
 
 
-def test_a_failure_behind_the_training_is_logged_when_it_happens(
-    tmp_path: Path, alone: Alone
-) -> None:
-    def program() -> list[str]:
-        import logging
-
-        said = list[str]()
-
-        class Listener(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                said.append(record.getMessage())
-
-        def full(number: int, name: str, args: tuple[Any, ...]) -> None:
-            if name == "write":
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        logging.getLogger("syncprims").addHandler(Listener())
-        with watched(full):
-            saving = save_state(tmp_path / "s", {"it": Kept(torch.ones(2))}, block=False)
-            while not saving.done:
-                pass
-        before = list(said)
-        with pytest.raises(sp.CheckpointError, match="No space left"):
-            saving.wait()
-        return before
-
-    [said] = alone(program)
-    assert "No space left" in said
-    assert f"save_state to {tmp_path}/s" in said
-
-
 # -- the directory ------------------------------------------------------------------------------
 
 SAVES: dict[str, Callable[[Any], object]] = {
@@ -281,45 +183,6 @@ def test_a_directory_has_a_name(call: str, tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("state", [True, False])
-def test_nothing_is_left_of_a_failed_save_when_any_rank_raises(state: bool, tmp_path: Path) -> None:
-    model, where = nn.Linear(3, 3), tmp_path / "new"
-
-    def save() -> None:
-        if state:
-            save_state(where, {"model": model})
-        else:
-            save_model(model, where, max_shard_size=16)  # of which each rank writes one
-
-    def full(number: int, name: str, args: tuple[Any, ...]) -> None:
-        if name == "write" and sp.get_rank() == 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def program() -> None:
-        with pytest.raises(sp.CheckpointError, match=r"rank 1: .* No space left"):
-            save()
-        assert list(tmp_path.iterdir()) == []
-
-    with watched(full):
-        explore(program, 2, schedules=10)
-
-
-def test_what_cannot_be_saved_is_refused_in_whole_sentences(tmp_path: Path) -> None:
-    unnamed: Any = {1: Kept()}
-    with pytest.raises(TypeError, match="objects are saved under names, and 1 is a int"):
-        save_state(tmp_path / "s", unnamed)
-
-    def program() -> str:
-        with pytest.raises(sp.CheckpointError) as caught:
-            save_state(tmp_path / "s", {"it": Kept(object())})
-        return str(caught.value)
-
-    [said] = run_world(program, 1)
-    assert said.endswith(". What was there before still stands, and nothing else is left. "
-                         "Fix the cause, and save again.")  # fmt: skip
-    assert ".." not in said.removeprefix(f"save_state to {tmp_path}")
-
-
 def test_an_interrupt_right_after_a_save_behind_has_begun_takes_nothing_from_it(
     meeting_place: Path, tmp_path: Path
 ) -> None:
@@ -345,3 +208,47 @@ def test_an_interrupt_right_after_a_save_behind_has_begun_takes_nothing_from_it(
 
     assert Ranks(Kind("file", 2), meeting_place, patience=20).run(program) == [7, None]
     assert not [one for one in tmp_path.iterdir() if ".tmp-" in one.name]
+
+
+def test_what_is_empty_or_has_the_headers_own_name(tmp_path: Path, alone: Alone) -> None:
+    model = nn.Module()
+    model.register_buffer("__metadata__", torch.ones(2))
+
+    def program() -> list[str]:
+        with pytest.raises(sp.CheckpointError, match=r"__metadata__.*still stands"):
+            save_model(model, tmp_path / "m")
+        assert not (tmp_path / "m").exists()
+        save_model(nn.ReLU(), tmp_path / "m")
+        save_state(tmp_path / "s", {"model": nn.ReLU()}, rng=False)
+        load_state(tmp_path / "s", {"model": nn.ReLU()}, rng=False)
+        return sorted(path.name for path in (tmp_path / "s").iterdir())
+
+    assert alone(program) == ["checkpoint.json"]
+    load_checkpoint_in_model(nn.ReLU(), tmp_path / "m")
+    with pytest.raises(sp.CheckpointError, match="missing: weight"):
+        load_checkpoint_in_model(nn.Linear(1, 1, bias=False), tmp_path / "m")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks for directories in /proc")
+def test_directories_that_somebody_makes_or_that_cannot_be_synced_are_used(
+    tmp_path: Path, alone: Alone
+) -> None:
+    where = tmp_path / "run" / "more" / "s"
+
+    def program() -> tuple[float, bool]:
+        folders = set[int]()
+
+        def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if name == "mkdir" and Path(args[0]).name in ("run", "more"):
+                Path(args[0]).mkdir()
+            if name == "fsync" and os.path.isdir(f"/proc/self/fd/{args[0]}"):  # noqa: PTH112
+                folders.add(args[0])
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        it = Kept()
+        with watched(at):
+            save_state(where, {"it": Kept(1.5)})
+        load_state(where, {"it": it})
+        return float(it.state), bool(folders)
+
+    assert alone(program) == (1.5, True)

@@ -219,52 +219,6 @@ def test_what_does_not_fit_is_named_and_left_without_strict(
     assert "missing: 2.weight" in caplog.text
 
 
-def test_meta_models_get_their_weights_where_the_map_says(saved: tuple[nn.Module, Path]) -> None:
-    model, path = saved
-    other: Any = two_layers().to("meta")
-    load_checkpoint_in_model(other, path, device_map={"": "cpu", "1": "cpu"}, dtype=torch.bfloat16)
-    assert {p.dtype for p in other.parameters()} == {torch.bfloat16}
-    assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in other.parameters())
-    assert torch.equal(other[1].weight, model.state_dict()["1.weight"].bfloat16())
-    with pytest.raises(ValueError, match="nothing is offloaded"):
-        load_checkpoint_in_model(other, path, device_map={"": "disk"})
-    with pytest.raises(ValueError, match="no such type"):
-        load_checkpoint_in_model(other, path, dtype="float33")
-
-
-def test_buffers_that_no_checkpoint_has_are_told_where_they_are_without_values(
-    tmp_path: Path, alone: Alone, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = Odd(1)
-    alone(lambda: save_model(model, tmp_path / "m"))
-    load_checkpoint_in_model(Odd(2), tmp_path / "m")
-    assert not caplog.text
-    load_checkpoint_in_model(empty := Odd(2).to("meta"), tmp_path / "m")
-    assert "no checkpoint holds the buffers passing: " in caplog.text
-    assert empty.passing.is_meta
-
-
-def test_a_map_that_leaves_a_parameter_out_is_refused(saved: tuple[nn.Module, Path]) -> None:
-    model, path = saved
-    other = two_layers().to("meta")
-    for lacking in ({"0": "cpu", "one": "cpu"}, {"0": "cpu", "1.weight": "cpu"}, {}):
-        with pytest.raises(ValueError, match=r"no device for .*1\.bias: .* by ''"):
-            load_checkpoint_in_model(other, path, lacking)
-        assert all(p.is_meta for p in other.parameters()), "some came to be all the same"
-    load_checkpoint_in_model(other, path, {"0": "cpu", "1": "cpu"})
-    assert same(model, other)
-
-
-def test_a_map_covers_tied_parameters_by_one_of_their_names(tmp_path: Path, alone: Alone) -> None:
-    model, other = Odd(1), Odd(2)
-    alone(lambda: save_model(model, tmp_path / "m"))
-    parts = {name.split(".")[0]: "cpu" for name in model.state_dict()}
-    for left_out in ("head", "embed"):
-        covering = {name: device for name, device in parts.items() if name != left_out}
-        load_checkpoint_in_model(other, tmp_path / "m", covering)
-    assert same(model, other)
-
-
 def test_what_accelerates_function_takes_is_taken_or_told(saved: tuple[nn.Module, Path]) -> None:
     model, path = saved
     load_in_model = accelerate.load_checkpoint_in_model
@@ -374,3 +328,36 @@ def test_nothing_to_load_says_what_was_looked_for(tmp_path: Path) -> None:
 def test_a_size_that_is_none_is_refused(size: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_shard_size"):
         save_model(nn.Linear(2, 2), tmp_path, max_shard_size=size)
+
+
+def test_a_device_map_and_a_dtype_place_a_model(saved: tuple[nn.Module, Path]) -> None:
+    model, path = saved
+    other: Any = two_layers().to("meta")
+    for lacking in ({"0": "cpu", "one": "cpu"}, {"0": "cpu", "1.weight": "cpu"}, {}):
+        with pytest.raises(ValueError, match=r"no device for .*1\.bias: .* by ''"):
+            load_checkpoint_in_model(other, path, lacking)
+    with pytest.raises(ValueError, match="nothing is offloaded"):
+        load_checkpoint_in_model(other, path, device_map={"": "disk"})
+    with pytest.raises(ValueError, match="no such type"):
+        load_checkpoint_in_model(other, path, dtype="float33")
+    assert all(p.is_meta for p in other.parameters()), "some came to be all the same"
+    load_checkpoint_in_model(other, path, device_map={"": "cpu", "1": "cpu"}, dtype=torch.bfloat16)
+    assert {p.dtype for p in other.parameters()} == {torch.bfloat16}
+    assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in other.parameters())
+    assert torch.equal(other[1].weight, model.state_dict()["1.weight"].bfloat16())
+
+
+def test_tied_parameters_and_buffers_without_values(
+    tmp_path: Path, alone: Alone, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, other = Odd(1), Odd(2)
+    alone(lambda: save_model(model, tmp_path / "m"))
+    parts = {name.split(".")[0]: "cpu" for name in model.state_dict()}
+    for left_out in ("head", "embed"):  # a map has one of their names
+        covering = {name: device for name, device in parts.items() if name != left_out}
+        load_checkpoint_in_model(other, tmp_path / "m", covering)
+    assert same(model, other)
+    assert not caplog.text
+    load_checkpoint_in_model(empty := Odd(2).to("meta"), tmp_path / "m")
+    assert "no checkpoint holds the buffers passing: " in caplog.text
+    assert empty.passing.is_meta

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ import torch
 from conftest import several
 from support import warm_torch  # noqa: F401
 from support.checkpoint_worlds import Alone, Kept, on_some
+from support.file_faults import watched
 from support.rank_worlds import Ranks, environment
 from torch import nn
 
@@ -48,13 +51,16 @@ def test_a_save_behind_the_training_has_the_values_of_its_start(
 
 
 @on_some
-def test_a_failure_behind_the_training_surfaces_at_the_next_save(
+def test_a_failure_behind_the_training_is_logged_and_surfaces_at_the_next_save(
     world: Ranks, tmp_path: Path
 ) -> None:
-    from support.file_faults import watched
+    last = world.ranks - 1
 
-    def program() -> tuple[str, int]:
-        steps, it = Checkpoints(tmp_path / "steps"), Kept(1)
+    def program() -> tuple[str, int, list[str]]:
+        steps, it, said = Checkpoints(tmp_path / "steps"), Kept(1), list[str]()
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("syncprims").addHandler(handler)
         steps.save(1, {"it": it})
 
         def full(number: int, name: str, args: tuple[Any, ...]) -> None:
@@ -62,21 +68,24 @@ def test_a_failure_behind_the_training_surfaces_at_the_next_save(
                 raise OSError(28, "No space left on device")
 
         it.state = torch.ones(5)
-        if sp.get_rank() == world.ranks - 1:
-            with watched(full):
-                steps.save(2, {"it": it}, block=False)._thread.join()  # type: ignore[attr-defined]
-        else:
-            steps.save(2, {"it": it}, block=False)
+        with watched(full) if sp.get_rank() == last else contextlib.nullcontext():
+            saving = steps.save(2, {"it": it}, block=False)
+            while sp.get_rank() == last and not saving.done:
+                pass
+        early = list(said)
         with pytest.raises(sp.CheckpointError) as caught:
             steps.save(3, {"it": it})
         assert caught.value.errno == 28
         steps.save(4, {"it": it})
-        return str(caught.value), len(list((tmp_path / "steps").iterdir()))
+        return str(caught.value), len(list((tmp_path / "steps").iterdir())), early
 
     outcomes = world.run(program)
-    assert len(set(outcomes)) == 1
+    assert len({said for said, *_ in outcomes}) == 1
     assert outcomes[0][1] == 2
-    assert f"rank {world.ranks - 1}" in outcomes[0][0]
+    assert f"rank {last}" in outcomes[0][0]
+    [early] = outcomes[last][2]
+    assert "No space left" in early
+    assert f"save_state to {tmp_path}/steps/step-2" in early
 
 
 @several(2)
@@ -118,7 +127,9 @@ def test_steps_are_kept_found_and_continued(world: Ranks, tmp_path: Path) -> Non
         loaded = again.load({"it": it})
         assert (it.state, loaded.step) == (10, 10)
         again.save(11, {"it": it})
-        again.save(11, {"it": it})
+        again.save(np.int64(11), {"it": it})  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            again.save(1.5, {"it": it})  # type: ignore[arg-type]
         first = again.load({"it": it}, step=10).step
         sp.barrier()
         return again.steps(), first

@@ -1,0 +1,120 @@
+"""The threads that a rank starts: they belong to it, and it fails with what ends them.
+
+In production a thread of a process calls as the process's rank. A rank that is a thread must pass
+its context on for that, so in a test each thread, and each task of a pool of threads, gets the
+context of the rank that starts it. An error of this library that ends a thread is only printed by
+Python; here it is kept, so that no verdict is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+import weakref
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any
+
+from syncprims.errors import SyncError
+
+from .errors import Killed, WorldAborted, is_consequence
+
+
+class RankThreads:
+    """The threads that one rank has started."""
+
+    def __init__(self) -> None:
+        self.started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._errors: list[SyncError] = []  # that have ended them
+
+    def run(self, fn: Callable[[], object]) -> None:
+        """Run `fn` in a new thread of this rank."""
+        try:
+            fn()
+        except SyncError as error:
+            self._errors.append(error)
+        except (Killed, WorldAborted):
+            pass  # the rank ends with that by itself
+
+    def find_error(self, error: BaseException | None = None) -> BaseException | None:
+        """Return what the rank fails with, if its own thread raises `error`.
+
+        That is the first error of all its threads which is no consequence of another rank's.
+        """
+        errors = [*([] if error is None else [error]), *self._errors]
+        causes = [one for one in errors if not is_consequence(one)]
+        return next(iter(causes or errors), None)
+
+
+#: Those of the rank that runs in this context.
+rank_threads: ContextVar[RankThreads | None] = ContextVar("syncprims_rank_threads", default=None)
+
+_start, _submit = threading.Thread.start, ThreadPoolExecutor.submit
+
+
+class _Replacement:
+    """Replaces the functions of Python that start threads, while any world needs that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worlds = 0
+
+    @contextlib.contextmanager
+    def __call__(self) -> Generator[None]:
+        """Return a context in which threads belong to the ranks that start them."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._worlds += change
+            thread: Any = threading.Thread
+            pool: Any = ThreadPoolExecutor
+            thread.start = _start_in_rank if self._worlds else _start
+            pool.submit = _submit_in_rank if self._worlds else _submit
+
+
+threads_belong_to_ranks = _Replacement()
+
+
+def _start_in_rank(self: threading.Thread) -> None:
+    threads = rank_threads.get()
+    if threads is not None and not self.name.startswith("syncprims-"):  # not the library's own
+        context, run = contextvars.copy_context(), self.run
+
+        def run_in_rank() -> None:
+            del self.run  # of this object: it is freed at once without it
+            threads.run(lambda: context.run(run))
+
+        self.run = run_in_rank  # type: ignore[method-assign]
+        threads.started.add(self)
+    _start(self)
+
+
+def _submit_in_rank(
+    self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Future[Any]:
+    if rank_threads.get() is None:
+        return _submit(self, fn, *args, **kwargs)
+    return _submit(self, contextvars.copy_context().run, fn, *args, **kwargs)
+
+
+def wake(thread: threading.Thread) -> None:
+    """Wake a thread that waits for an event, a queue or a result, so that it can be ended."""
+    from syncprims._protocol.threads import look_at_threads
+
+    waiters = look_at_threads(
+        lambda frame: frame.f_locals.get("waiter") if frame.f_code is _CONDITION_WAIT else None
+    )
+    waiter = waiters.get(thread.ident or 0)
+    if waiter is not None:
+        with contextlib.suppress(RuntimeError):  # it is awake already
+            waiter.release()
+
+
+_CONDITION_WAIT = threading.Condition.wait.__code__
