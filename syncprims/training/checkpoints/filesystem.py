@@ -194,6 +194,17 @@ def exists(path: str) -> bool:
     return True
 
 
+def path_of(given: object, what: str, takes: str = "a str or a path") -> str:
+    """Return a path as a str.
+
+    :raises TypeError: if it is neither a str nor a path.
+    """
+    path = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not isinstance(path, str):
+        raise TypeError(f"{what}={given!r}: it takes {takes}")
+    return path
+
+
 def absolute(path: str) -> str:
     """Return the absolute path of a name. A later chdir then does not matter.
 
