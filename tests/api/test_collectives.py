@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
-import dataclasses
 import gc
 import math
-import os
-import stat
 import threading
 from functools import partial
 from pathlib import Path
@@ -86,18 +82,11 @@ def test_broadcast_gives_everyone_the_object_of_src(world: Ranks) -> None:
             for value in VALUES:
                 sent = value if sp.get_rank() == src else "something else"
                 got = sp.broadcast(sent, src=src)
+                assert got is sent or sp.get_rank() != src
                 assert got == value
                 assert type(got) is type(value)
 
     world.run(program)
-
-
-def test_broadcast_returns_the_very_object_on_src(world: Ranks) -> None:
-    def program() -> bool:
-        mine = ["mine"]
-        return sp.broadcast(mine, src=0) is mine
-
-    assert world.run(program) == [r == 0 for r in range(world.ranks)]
 
 
 def test_arrays_travel_and_belong_to_their_receivers(world: Ranks) -> None:
@@ -119,33 +108,6 @@ def test_arrays_travel_and_belong_to_their_receivers(world: Ranks) -> None:
         assert sp.broadcast(np.array(7)).shape == ()
 
     world.run(program)
-
-
-def test_an_array_can_be_received_into_out(world: Ranks) -> None:
-    def program() -> None:
-        sent = np.arange(4.0)
-        out = np.zeros(4)
-        assert sp.broadcast(sent, out=out) is out
-        assert np.array_equal(out, sent)
-        total = sp.all_reduce(np.ones(4), out=out)
-        assert total is out
-        assert np.array_equal(out, np.full(4, sp.get_world_size()))
-        with pytest.raises(ValueError, match="float32"):
-            sp.broadcast(sent, out=np.zeros(4, "f4"))
-        with pytest.raises(ValueError, match=r"\(3,\)"):
-            sp.all_reduce(sent, out=np.zeros(3))
-        sp.barrier("still in step")
-
-    world.run(program)
-
-
-def test_all_gather_lists_by_rank_at_every_size(world: Ranks) -> None:
-    def program() -> Any:
-        assert sp.all_gather(None) == [None] * sp.get_world_size()
-        return sp.all_gather({"rank": sp.get_rank()})
-
-    everyone = [{"rank": r} for r in range(world.ranks)]
-    assert world.run(program) == [everyone] * world.ranks
 
 
 def test_all_reduce_of_numbers_is_exact(world: Ranks) -> None:
@@ -386,36 +348,6 @@ def test_a_closed_group_can_be_made_again(world: Ranks) -> None:
     world.run(program)
 
 
-@several(2)
-def test_closed_groups_leave_no_descriptors_and_files(world: Ranks) -> None:
-    if world.kind.backend == "tiny":
-        pytest.skip("it cannot close a board")
-
-    def count() -> tuple[int, int]:
-        files = sum(len(names) for _, _, names in os.walk(world.directory))
-        descriptors = 0
-        for fd in os.listdir("/dev/fd"):  # noqa: PTH208
-            with contextlib.suppress(OSError):  # that of the listing
-                # A doorbell is opened when it is first rung, at any of these rounds.
-                descriptors += not stat.S_ISFIFO(os.fstat(int(fd)).st_mode)
-        return descriptors, files
-
-    def program() -> list[tuple[int, int]]:
-        seen: list[tuple[int, int]] = []
-        for _ in range(4):
-            group = sp.group([0])
-            if sp.is_main():
-                group.broadcast(np.zeros(5000))
-            group.close()
-            sp.barrier()
-            seen.append(count())
-            sp.barrier()
-        return seen
-
-    for seen in world.run(program):
-        assert seen[3] <= seen[1]
-
-
 @several(4)
 @in_processes
 def test_a_closed_group_gives_its_memory_back_at_once(world: Ranks) -> None:
@@ -527,24 +459,6 @@ def test_blocks_of_a_group_may_overlap_in_threads(world: Ranks) -> None:
 class Config(NamedTuple):
     steps: int
     rate: float
-
-
-@dataclasses.dataclass
-class Settings:
-    tags: frozenset[str]
-    pair: tuple[str, str]
-
-
-def test_assert_same_compares_what_needs_pickle_by_itself(world: Ranks) -> None:
-    def program() -> None:
-        text = "hello" + str(sp.get_world_size())
-        other = text if sp.get_rank() else "hello" + str(sp.get_world_size())
-        sp.assert_same(Settings(frozenset("abcdef"), (text, other)), "settings")
-        if sp.get_world_size() > 1:
-            with pytest.raises(sp.RankMismatch, match="settings differs"):
-                sp.assert_same(Settings(frozenset("ab"), ("x", str(sp.get_rank()))), "settings")
-
-    world.run(program)
 
 
 class Shown:

@@ -257,18 +257,6 @@ def test_a_rank_that_joins_says_for_whom_it_waits(absent: int, meeting_place: Pa
     assert re.match(rf"still waiting for {what} at init for \d+ s; ", said[0])
 
 
-def test_a_store_that_nobody_serves_is_told(meeting_place: Path) -> None:
-    def program() -> Any:
-        if sp.get_rank() == 0:
-            return None
-        with pytest.raises(sp.BackendUnavailable, match=r"cannot reach the store at 127\.0\.0"):
-            sp.barrier()
-        return "told"
-
-    world = Ranks(Kind("torch", 2, hosts=2), meeting_place)
-    assert world.run_alone(program, SYNCPRIMS_JOIN_TIMEOUT="1") == [None, "told"]
-
-
 def test_an_unreachable_store_ends_a_program_as_any_error_does(meeting_place: Path) -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     place |= {"GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
