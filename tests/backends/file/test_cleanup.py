@@ -112,12 +112,6 @@ def test_runs_killed_anywhere_leave_the_next_a_clean_start(meeting_place: Path) 
     killed_runs(50, meeting_place, seed=1)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", [2, 3])
-def test_many_runs_killed_anywhere(meeting_place: Path, seed: int) -> None:
-    killed_runs(200, meeting_place, seed)
-
-
 # -- worlds without end ---------------------------------------------------------------------------
 
 

@@ -72,24 +72,6 @@ def test_generations_never_mix(world: Ranks) -> None:
     world.check_nothing_left()
 
 
-@pytest.mark.soak
-def test_a_million_barriers_grow_nothing(world: Ranks) -> None:
-    def program() -> tuple[int, int]:
-        for _ in range(1000):
-            sp.barrier()
-        fds = count("/proc/self/fd")
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for _ in range(1_000_000):
-            sp.barrier()
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
-        return count("/proc/self/fd") - fds, grown
-
-    for fds, kilobytes in Ranks(world.kind, world.directory, patience=1200).run(program):
-        assert fds <= 3  # a pidfd for each peer, opened by the first wait that takes a moment
-        assert kilobytes < 1024
-    world.check_nothing_left()
-
-
 def test_everything_is_private(world: Ranks) -> None:
     def program() -> list[tuple[str, int]]:
         sp.broadcast("x" * 5000)
