@@ -12,7 +12,7 @@ import logging
 import os
 import stat
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -185,6 +185,17 @@ def names(directory: str) -> list[str]:
         return []
 
 
+def path_of(given: Any, what: str, takes: str = "a str or a path") -> str:
+    """Return a path as a str.
+
+    :raises TypeError: if it is neither a str nor a path.
+    """
+    path = os.fspath(given)
+    if not isinstance(path, str):
+        raise TypeError(f"{what}={given!r}: it takes {takes}")
+    return path
+
+
 def exists(path: str) -> bool:
     """Return whether anything has this name, a dangling link included."""
     try:
@@ -194,15 +205,13 @@ def exists(path: str) -> bool:
     return True
 
 
-def path_of(given: object, what: str, takes: str = "a str or a path") -> str:
-    """Return a path as a str.
-
-    :raises TypeError: if it is neither a str nor a path.
-    """
-    path = os.fspath(given) if isinstance(given, os.PathLike) else given
-    if not isinstance(path, str):
-        raise TypeError(f"{what}={given!r}: it takes {takes}")
-    return path
+def identity(path: str) -> object:
+    """Return what is equal as long as a name is that of the same file; None if there is none."""
+    try:
+        found = os.stat(path)  # noqa: PTH116
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def absolute(path: str) -> str:
@@ -219,11 +228,14 @@ def resolve_target(path: str) -> str:
 
     :raises OSError: if there is something there that is not a regular file.
     """
-    target = os.path.realpath(path)
-    if exists(target) and not stat.S_ISREG(os.stat(target).st_mode):  # noqa: PTH116
-        what = "only a regular file can be replaced: open this, and pass the open file"
-        raise OSError(errno.EINVAL, what, path)
-    return target
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
+            what = "only a regular file can be replaced: open this, and pass the open file"
+            raise OSError(errno.EINVAL, what, path)
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISLNK(os.lstat(path).st_mode):
+            return os.path.realpath(path)
+    return path
 
 
 def is_directory(path: str) -> bool:
