@@ -194,6 +194,15 @@ def exists(path: str) -> bool:
     return True
 
 
+def identity(path: str) -> object:
+    """Return what is equal as long as a name is that of the same file; None if there is none."""
+    try:
+        found = os.stat(path)  # noqa: PTH116
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
 def absolute(path: str) -> str:
     """Return the absolute path of a name. A later chdir then does not matter.
 
@@ -208,11 +217,14 @@ def resolve_target(path: str) -> str:
 
     :raises OSError: if there is something there that is not a regular file.
     """
-    target = os.path.realpath(path)
-    if exists(target) and not stat.S_ISREG(os.stat(target).st_mode):  # noqa: PTH116
-        what = "only a regular file can be replaced: open this, and pass the open file"
-        raise OSError(errno.EINVAL, what, path)
-    return target
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
+            what = "only a regular file can be replaced: open this, and pass the open file"
+            raise OSError(errno.EINVAL, what, path)
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISLNK(os.lstat(path).st_mode):
+            return os.path.realpath(path)
+    return path
 
 
 def is_directory(path: str) -> bool:

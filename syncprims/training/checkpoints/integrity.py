@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
@@ -19,10 +19,13 @@ from syncprims import CheckpointError
 from . import filesystem
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
+
+T = TypeVar("T")
 
 SEAL = "syncprims.seal"  #: the field with the digest
 BLANK = "0" * 32  #: what is in it while the digest is computed
+_TRIES = 5  # to read a checkpoint that another program replaces meanwhile
 _FIELD = f'"{SEAL}":"'.encode()
 
 
@@ -38,6 +41,27 @@ def refusal(path: str, what: str, expected: object, found: object) -> Checkpoint
     )
 
 
+def read_current(path: str, read: Callable[[], T], was_replaced: Callable[[], bool]) -> T:
+    """Return ``read()``, and call it again if another program has replaced what it was reading.
+
+    :raises CheckpointError: as ``read()``, or if this happens again and again.
+    """
+    for left in reversed(range(_TRIES)):
+        try:
+            return read()
+        except CheckpointError as error:
+            if not was_replaced():
+                raise
+            if not left:
+                raise CheckpointError(
+                    f"{path}: another program saves there, and has replaced the checkpoint each "
+                    f"time it was read. Load it when that program has ended, or let it save to "
+                    f"another directory.",
+                    path=path,
+                ) from error
+    raise AssertionError("the last try returns or raises")
+
+
 def _shorten(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 300 else f"{text[:200]} ... {text[-60:]}"
@@ -51,8 +75,7 @@ def reading(path: str) -> Generator[None]:
     except CheckpointError:
         raise
     except FileNotFoundError as error:
-        why = "none. A program that saves there may have replaced the checkpoint: then load again"
-        raise refusal(path, "missing", "a file", why) from error
+        raise refusal(path, "missing", "a file", "none") from error
     except OSError as error:
         is_link = error.errno == errno.ELOOP
         found = "a symbolic link, which may lead anywhere" if is_link else error.strerror

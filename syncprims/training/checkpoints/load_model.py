@@ -22,7 +22,7 @@ from syncprims import CheckpointError
 from syncprims.training.preparation import unwrap_model
 
 from . import filesystem, integrity
-from .integrity import check_file_name, reading, refusal
+from .integrity import check_file_name, read_current, reading, refusal
 from .safetensors_file import RESERVED, SafetensorsFile, StoredTensor, in_huge_pages
 from .save_model import FIRST_FILES, INDEX, SHARDS
 from .stateful import distribute, is_dtensor, portable_name
@@ -71,9 +71,7 @@ def load_checkpoint_in_model(
     custom = _has_custom_loading(inner)
     with contextlib.ExitStack() as files:
         # A part with its own loading may look at what it gets: then all is checked before.
-        with reading(path):
-            first = _first_file(path) if filesystem.is_directory(path) else path
-        weights = _open_weights(first, files, follow=allow_links, check=custom or not empty)
+        weights = _open_current(path, files, follow=allow_links, check=custom or not empty)
         state = _match(inner, weights, path, strict=strict, custom=custom)
         with _back_to_meta_on_error(inner) if empty else contextlib.nullcontext():
             _place(inner, state, device_map, dtype)
@@ -106,16 +104,40 @@ def load_checkpoint_in_model(
 # -- the files ------------------------------------------------------------------------------------
 
 
-def _open_weights(
+def _open_current(
     path: str, files: contextlib.ExitStack, *, follow: bool, check: bool
 ) -> dict[str, Stored]:
-    """Return the tensors of a weights file or index, checked against their digests.
+    """Return the tensors of a weights file, index or directory, checked against their digests.
 
     The files stay open until `files` is closed. Without `check`, the data of safetensors files are
-    left to the caller: :meth:`SafetensorsFile.read`.
+    left to the caller: :meth:`SafetensorsFile.read`. If another program replaces the model while
+    it is opened, the new one is opened.
 
     :raises CheckpointError: if anything is not as it was written.
     """
+
+    def find() -> tuple[str, object]:
+        with reading(path):
+            first = _first_file(path) if filesystem.is_directory(path) else path
+            return first, filesystem.identity(first)
+
+    found: tuple[str, object] = "", None
+
+    def open_all() -> dict[str, Stored]:
+        nonlocal found
+        found = "", None
+        found = find()
+        with contextlib.ExitStack() as opened:
+            weights = _open_weights(found[0], opened, follow, check)
+            files.push(opened.pop_all())
+        return weights
+
+    return read_current(path, open_all, lambda: found[0] != "" and find() != found)
+
+
+def _open_weights(
+    path: str, files: contextlib.ExitStack, follow: bool, check: bool
+) -> dict[str, Stored]:
     if not path.endswith(INDEX):
         return _open_file(path, "", files, follow, check)
     file_of, digests = _read_index(path, follow)
@@ -281,19 +303,11 @@ def _load_in_place(
         stored.file: {} for stored in weights.values() if isinstance(stored, StoredTensor)
     }
     direct: set[str] = set()
-    memory: set[int] = set()
-    for name, target in own.items():
+    for name, target in own.items() if _have_separate_memory(state, own) else ():
         stored = state[name]
-        begin = target.untyped_storage().data_ptr() if target.layout == torch.strided else 0
-        is_first = begin not in memory
-        memory.add(begin)
         if not isinstance(stored, StoredTensor) or not _is_alike(target, stored):
             continue
-        into = files[stored.file]
-        # Of tensors that share memory the last one wins: only the first may be read at once.
-        if is_first and stored.name not in into:
-            into[stored.name] = target
-        if into.get(stored.name) is target:
+        if files[stored.file].setdefault(stored.name, target) is target:
             direct.add(name)
     with torch.no_grad():
         # Torch does not see this change, and a backward pass in progress has to notice it.
@@ -320,6 +334,19 @@ def _is_alike(target: torch.Tensor, stored: StoredTensor) -> bool:
         and target.untyped_storage().nbytes()
         >= (target.storage_offset() + target.numel()) * target.element_size()
     )
+
+
+def _have_separate_memory(state: Mapping[str, Stored], targets: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether no two tensors share memory, except tied ones that get the same values.
+
+    Other tensors that share memory must be loaded one after the other: the last one wins.
+    """
+    memory = {
+        (id(target), id(state[name])): target.untyped_storage().data_ptr()
+        for name, target in targets.items()
+        if target.numel() and target.layout == torch.strided
+    }
+    return len(set(memory.values())) == len(memory)
 
 
 def _listed(names: list[str]) -> str:

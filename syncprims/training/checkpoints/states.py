@@ -30,7 +30,7 @@ from .commit import (
     with_unused_names,
 )
 from .coordination import Team, check_equal, coordinate, directory_path
-from .integrity import check_file_name, refusal
+from .integrity import check_file_name, read_current, refusal
 from .safetensors_file import SafetensorsFile, StoredTensor, byte_size, write_safetensors
 from .stateful import State, Stateful, split_state, state_of
 
@@ -249,16 +249,9 @@ def load_state(
     finish_earlier()
     team = Team.meet(doing)
 
-    saved, digests = coordinate(
-        doing, lambda: read_manifest(path), lambda manifest: integrity.digest(manifest.dump())
-    )
-    check_equal(
-        doing, team.ranks, digests, "have found a different checkpoint",
-        "Every rank loads the same one: pass the same directory, and the same step; where "
-        "hosts have disks of their own, copy the checkpoint to each.",
-    )  # fmt: skip
+    saved = Manifest(None, {}, [], {})
 
-    def read() -> tuple[dict[str, Any], Any]:
+    def read_states() -> tuple[dict[str, Any], Any]:
         here, count = len(team.ranks), len(saved.ranks)
         if count != here and not any_world_size:
             file = f"{path}/{MANIFEST}"
@@ -276,7 +269,22 @@ def load_state(
             own_states, rng_state = reader.rank_states(own, team.number, rng)
             return {**states, **own_states}, rng_state
 
-    (states, rng_state), _ = coordinate(doing, read, lambda _: None)
+    def read() -> tuple[dict[str, Any], Any]:
+        nonlocal saved
+        saved, digests = coordinate(
+            doing, lambda: read_manifest(path), lambda manifest: integrity.digest(manifest.dump())
+        )
+        check_equal(
+            doing, team.ranks, digests, "have found a different checkpoint",
+            "Every rank loads the same one: pass the same directory, and the same step; where "
+            "hosts have disks of their own, copy the checkpoint to each.",
+        )  # fmt: skip
+        return coordinate(doing, read_states, lambda _: None)[0]
+
+    def was_replaced() -> bool:  # all ranks ask: an error is one of all
+        return any(coordinate(doing, lambda: read_manifest(path) != saved)[1])
+
+    states, rng_state = read_current(path, read, was_replaced)
     coordinate(doing, lambda: _load_into(path, {**objects, **own}, states, rng_state))
     return Loaded(path, saved.step, len(saved.ranks))
 
@@ -412,9 +420,15 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, ascending. Not collective."""
         pattern = re.compile(re.escape(self.prefix) + r"(0|[1-9][0-9]*)")
-        matches = filter(None, map(pattern.fullmatch, filesystem.names(self.directory)))
-        manifests = {int(m[1]): f"{self.directory}/{m[0]}/{MANIFEST}" for m in matches}
-        return sorted(step for step, path in manifests.items() if filesystem.exists(path))
+        steps: list[int] = []
+        for _ in range(3):
+            names = filesystem.names(self.directory)
+            matches = [match for match in map(pattern.fullmatch, names) if match]
+            manifests = {int(m[1]): f"{self.directory}/{m[0]}/{MANIFEST}" for m in matches}
+            steps = sorted(step for step, path in manifests.items() if filesystem.exists(path))
+            if names == filesystem.names(self.directory):
+                break  # else another program may have replaced all of these
+        return steps
 
     def latest(self) -> int | None:
         """Return the highest step with a complete checkpoint, or None. Not collective."""
@@ -449,16 +463,27 @@ class Checkpoints:
         :raises CheckpointError: on all ranks, if there is none, or it is not as it was saved; the
             message then names an older one, which is not loaded automatically.
         """
-        steps = agreed_steps(self, f"Checkpoints.load from {self.directory}")
-        if step is None and not steps:
-            raise CheckpointError(
-                f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: "
-                f"expected one, found none. Save one, or start from the beginning.",
-                path=self.directory,
-            )
-        chosen = max(steps) if step is None else step
-        try:
+        doing = f"Checkpoints.load from {self.directory}"
+        steps: list[int] = []
+        chosen = -1
+
+        def load() -> Loaded:
+            nonlocal steps, chosen
+            steps = agreed_steps(self, doing)
+            if step is None and not steps:
+                raise CheckpointError(
+                    f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: "
+                    f"expected one, found none. Save one, or start from the beginning.",
+                    path=self.directory,
+                )
+            chosen = max(steps) if step is None else step
             return load_state(self.path(chosen), objects, **options)
+
+        def was_replaced() -> bool:
+            return step is None and bool(steps) and chosen not in agreed_steps(self, doing)
+
+        try:
+            return read_current(self.directory, load, was_replaced)
         except CheckpointError as error:
             older = [other for other in steps if other < chosen]
             if older:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
-from support.file_faults import Net, watched
+from support.file_faults import SETUPS, Net, Setup, watched
 from support.observed import await_report, running
 from support.rank_worlds import Kind, Ranks, Signs
 
@@ -271,3 +271,56 @@ def test_a_reader_from_outside_sees_a_save_in_the_background(
         assert [[said for said, _ in one.beside] for one in seen.ranks] == [[what]] * 2
         go_on.touch()
         await_report(meeting_place, lambda r: not any(one.beside for one in r.ranks))
+
+
+# -- loads while another program saves to the same place ------------------------------------------
+
+
+def save_step(path: str, version: int) -> None:
+    Checkpoints(path, keep_last=1).save(version, {"m": Net(version)})
+
+
+def load_step(path: str) -> int:
+    net = Net(0)
+    Checkpoints(path).load({"m": net})
+    return net.version()
+
+
+READS = {way: SETUPS[f"{way}-1"] for way in ("shards", "to-shards", "state")}
+READS["steps"] = Setup("steps", 1, save_step, load_step)
+
+
+@pytest.mark.parametrize("way", READS)
+def test_a_load_during_saves_of_another_program_is_of_one_of_them_or_names_them(
+    way: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "it")
+    version = 0
+
+    def save() -> None:
+        nonlocal version
+        version += 1
+        READS[way].save(path, version)
+
+    def load(first: int, stride: int, most: int) -> int | str:
+        """Load, with a save before so many of its calls; return how old the result is."""
+        busy, left = False, most
+
+        def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+            nonlocal busy, left
+            if not busy and left and number % stride == first:
+                busy, left = True, left - 1
+                save()
+                busy = False
+
+        save()
+        with watched(at):
+            try:
+                return READS[way].load(path) - version
+            except sp.CheckpointError as error:
+                return str(error)
+
+    [once] = run_world(lambda: {load(first, 40, 1) for first in range(40)}, 1)
+    assert once <= {0, -1}
+    [always] = run_world(lambda: [load(first, 7, 10**6) for first in range(7)], 1)
+    assert all(isinstance(one, int) or "another program saves there" in one for one in always)
