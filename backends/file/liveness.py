@@ -53,6 +53,7 @@ _FAILURE_AT, _FAILURE_SIZE = 4096, 48 * 1024
 _ANNOUNCED_AT, _ANNOUNCED_SIZE = _FAILURE_AT + _FAILURE_SIZE, 1024 + RECORD_HEAD
 _SLOT_SIZE = _FAILURE_AT + _FAILURE_SIZE + 4096
 _EMPTY, _ALIVE, _FINISHED, _FAILED = range(4)
+_STATES: dict[int, State] = {_ALIVE: "alive", _FINISHED: "finished", _FAILED: "failed"}
 _EXIT_GRACE = 5.0  # seconds to learn the exit code of a rank that published a normal end
 #: Seconds for a process that has lost its lock to be gone: all it has left to do is to end, unless
 #: it runs another program.
@@ -207,19 +208,11 @@ class Liveness:
 
     # -- for another thread ---------------------------------------------------------------------
 
-    def is_alive(self, rank: int) -> bool:
-        """Return whether `rank` has joined and lives."""
-        return self._read_state(rank) == _ALIVE and not self._has_left(rank)
-
-    def has_finished(self, rank: int) -> bool:
-        """Return whether `rank` has published a normal end."""
-        return self._read_state(rank) == _FINISHED
-
-    def is_lost(self, rank: int) -> bool:
-        """Return whether `rank` is gone and has published no end."""
-        if self._read_state(rank) != _ALIVE or not self._has_left(rank):
-            return False
-        return self._read_state(rank) == _ALIVE  # it may have published its end meanwhile
+    def peek(self, rank: int) -> State:
+        """Return the state of `rank`, and not how it ended."""
+        gone = self._read_state(rank) == _ALIVE and self._has_left(rank)
+        state = self._read_state(rank)  # it may have published its end meanwhile
+        return "lost" if gone and state == _ALIVE else _STATES.get(state, "unknown")
 
     def _has_left(self, rank: int) -> bool:
         """Return whether the process of `rank` has ended, or runs another program."""

@@ -28,7 +28,6 @@ from .claims import Claims
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from .private_dir import PrivateDirectory
 
@@ -203,10 +202,14 @@ def map_file(
         if os.pread(fd, _HEADER.size, 0) in (b"", bytes(_HEADER.size)):
             _allocate(fd, size)
             os.pwrite(fd, _HEADER.pack(magic, count), 0)
-        found = read_header(fd)
         # Access to mapped memory beyond the end of a truncated file kills the process.
-        if found != (magic, count) or os.fstat(fd).st_size != size:
-            raise _unusable(directory.path / name, magic, count, found[0])
+        if read_header(fd) != (magic, count) or os.fstat(fd).st_size != size:
+            path, kind = directory.path / name, magic.decode().split()[1]
+            raise ConfigurationError(
+                f"{path} is no {kind} file of {count} ranks of this version of syncprims: start "
+                f"all ranks from one installation. If they are, it is damaged, or something else: "
+                f"end what is left of the run, and remove {path.parent.parent}"
+            )
         return mmap.mmap(fd, size)
 
 
@@ -217,19 +220,6 @@ def read_header(fd: int) -> tuple[bytes, int]:
         return b"", 0
     magic, count = _HEADER.unpack(header)
     return magic.rstrip(b"\0"), count
-
-
-def _unusable(path: Path, magic: bytes, count: int, found: bytes) -> ConfigurationError:
-    family = magic.rstrip(b"0123456789")
-    if found != magic and found.startswith(family):
-        return ConfigurationError(
-            f"{path} is of another version of syncprims; start all ranks from one installation"
-        )
-    kind = family.decode().removeprefix("syncprims ")
-    return ConfigurationError(
-        f"{path} is no {kind}file of {count} ranks of this version: it is damaged, or something "
-        f"else; end what is left of the run, and remove {path.parent.parent}"
-    )
 
 
 def _allocate(fd: int, size: int) -> None:

@@ -185,10 +185,7 @@ class PrivateDirectory:
         """
         if create:
             with contextlib.suppress(FileExistsError):
-                if os.mkfifo in os.supports_dir_fd:
-                    os.mkfifo(name, 0o600, dir_fd=self.fd)
-                else:  # macOS before 13
-                    os.mkfifo(self.path / name, 0o600)
+                os.mkfifo(name, 0o600, dir_fd=self.fd)  # macOS: from 13 on
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         fd = os.open(name, flags, dir_fd=self.fd)
         found = os.fstat(fd)

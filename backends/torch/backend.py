@@ -302,10 +302,11 @@ class TorchBackend(Backend):
             return
         connection.heartbeat.beat(store)
         for slot, rank in enumerate(connection.ranks):
-            if rank != self.topology.rank and connection.liveness.is_lost(slot):
+            state = connection.liveness.peek(slot)
+            if rank != self.topology.rank and state == "lost":
                 self._publish_end_of(store, rank, "lost")
                 self._note_left(store, rank)
-            elif connection.liveness.has_finished(slot):
+            elif state == "finished":
                 since = self._finished_since.setdefault(rank, time.monotonic())
                 if time.monotonic() - since >= _EXIT_GRACE:
                     self._publish_end_of(store, rank, "finished")
@@ -351,12 +352,12 @@ class TorchBackend(Backend):
         liveness, ranks = connection.liveness, connection.ranks
         rank = self.topology.rank
         mates = [slot for slot, other in enumerate(ranks) if other != rank]
-        if failure is None and any(liveness.is_alive(slot) for slot in mates):
+        if failure is None and any(liveness.peek(slot) == "alive" for slot in mates):
             # They see how this process ends, which it does not know itself: with which exit code.
             self._note_left(store, rank)
             return
         for slot in mates:
-            if liveness.has_finished(slot):  # and no rank will be here to publish it
+            if liveness.peek(slot) == "finished":  # and no rank will be here to publish it
                 self._publish_end_of(store, ranks[slot], "finished")
         state: State = "finished" if failure is None else "failed"
         for board in self._boards:

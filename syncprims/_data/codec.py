@@ -234,12 +234,13 @@ def _explain(obj: object, allow_pickle: bool, said: BaseException | None) -> Enc
 
     `said` is what pickle raised; None if pickle is forbidden.
     """
-    where, part = "obj", obj
+    place: tuple[str, object] = "obj", obj
     seen: set[int] = set()
-    while id(part) not in seen and len(seen) < _DEEPEST_NAMED:
-        seen.add(id(part))
-        refused = (one for one in _items(part, where) if _is_refused(one[1], allow_pickle))
-        where, part = next((one for one in refused if id(one[1]) not in seen), (where, part))
+    while id(place[1]) not in seen and len(seen) < _DEEPEST_NAMED:
+        seen.add(id(place[1]))
+        refused = (one for one in _items(place[1], place[0]) if _is_refused(one[1], allow_pickle))
+        place = next((one for one in refused if id(one[1]) not in seen), place)
+    where, part = place
     text = (
         "can only travel as a pickle, and SYNCPRIMS_PICKLE=0 forbids pickle; send it as "
         "numbers, strings, lists, dicts, arrays or paths, or allow pickle"

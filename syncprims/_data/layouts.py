@@ -108,13 +108,18 @@ def _is_number(kind: type) -> bool:
     return kind in _CODES
 
 
-def make_layout(value: Any, members: int) -> Layout | None:
-    """Return the layout of values like this one, which has a key; None if they have none."""
+def make_layout(value: Any, members: int, most: int) -> Layout | None:
+    """Return the layout of values like this one, which has a key; None if they have none.
+
+    A container of arrays with more than `most` bytes has none.
+    """
     kind = type(cast("object", value))
     if kind not in _CONTAINERS:
         outline = _outline_of(value)
     else:
         container = _Container(value)
+        if sum(getattr(part, "nbytes", 0) for part in container.parts(value)) > most:
+            return None
         parts = [*map(_outline_of, container.parts(value))]
         named = {*map(type, value if kind is dict else ())} <= {str}
         outline = container.build(parts) if named and None not in parts else None

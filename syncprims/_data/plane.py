@@ -138,7 +138,7 @@ class DataPlane:
         return layout, packed, self.calls.get((id(note), id(layout)))
 
     def _add_layout(self, key: Hashable, value: Any) -> Layout | None:
-        made = make_layout(value, self.count)
+        made = make_layout(value, self.count, self._small_slot)
         if made is None or not (self.is_small(made) or self._is_carried(made)):
             return None  # and forget the key: it may hold objects of the user
         layout = self._layouts[key] = self.described(made.data)

@@ -46,8 +46,6 @@ def number_arrays() -> Callable[[Spec], Placeholder]:
 
 Op = Literal["sum", "mean", "min", "max", "prod"]
 OPS: tuple[Op, ...] = get_args(Op)
-#: What dates and durations can be reduced with.
-_OF_TIMES = {"M": ("min", "max"), "m": ("sum", "min", "max")}
 _REAL = frozenset((int, float, bool))  # what most parts are: known before all other questions
 _PLAIN = _REAL | {complex}
 #: What numpy and torch call the reductions of two arrays; the others add.
@@ -85,7 +83,7 @@ def check_value(value: object, op: str, where: str = "value") -> None:
         for index, part in enumerate(value):
             check_value(part, op, f"{where}[{index}]")
     elif is_array(value):
-        _check_array(value, op, where)
+        _check_array(value, where)
     elif is_tensor(value):
         _check_tensor(value, op, where)
     elif not is_number(value):
@@ -97,13 +95,11 @@ def check_value(value: object, op: str, where: str = "value") -> None:
         raise TypeError(f"{where} is complex; op={op!r} takes numbers that have an order")
 
 
-def _check_array(array: Any, op: str, where: str) -> None:
-    masked, kind = hasattr(array, "mask"), array.dtype.kind
-    if masked or kind in "SUV":
+def _check_array(array: Any, where: str) -> None:
+    masked = hasattr(array, "mask")
+    if masked or array.dtype.kind in "SUVMm":
         what = "masks some of its items" if masked else f"holds {array.dtype}"
         raise TypeError(f"{where} is an array that {what}; all_reduce takes arrays of numbers")
-    if op not in _OF_TIMES.get(kind, (op,)):
-        raise TypeError(f"{where} is an array of {array.dtype}, which op={op!r} cannot reduce")
 
 
 def _check_tensor(tensor: Any, op: str, where: str) -> None:

@@ -349,12 +349,10 @@ class Checkpointing:
                 state_files.load_alone(path, lambda: self._objects_to_load(path), own)
 
     def _load_latest(self) -> None:
-        steps, common, step = self._checkpoints(), self._stateful(), None
-        if self._before_loading and (
-            there := checkpoints.agreed_steps(steps, f"load_state from {steps.directory}")
-        ):
-            step = there[-1]
-            common = self._objects_to_load(steps.path(step))
+        steps = self._checkpoints()
+        there = checkpoints.agreed_steps(steps, f"load_state from {steps.directory}")
+        step = there[-1] if there else None
+        common = self._stateful() if step is None else self._objects_to_load(steps.path(step))
         steps.load(common, step, rank_objects=self._rank_stateful())
 
     def _load_from_accelerate(self, path: str) -> None:

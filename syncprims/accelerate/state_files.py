@@ -8,7 +8,6 @@ on all ranks at one point of the program, shows which belong together.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -56,13 +55,7 @@ def save_alone(
         if not is_main():
             part = _part(path, get_rank())
             return save_state(part, {}, rank_objects=rank_objects, step=mark, block=block)
-        saving = save_state(path, common, rank_objects=rank_objects, step=mark, block=block)
-    for name in filesystem.names(path):
-        if name.startswith("rank-") and filesystem.is_directory(f"{path}/{name}"):
-            with contextlib.suppress(CheckpointError):
-                if read_manifest(f"{path}/{name}").step != mark:  # of an older state
-                    filesystem.remove_directory_or_log(f"{path}/{name}")
-    return saving
+        return save_state(path, common, rank_objects=rank_objects, step=mark, block=block)
 
 
 def load_alone(

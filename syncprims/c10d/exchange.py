@@ -19,31 +19,41 @@ if TYPE_CHECKING:
 
 
 def exchange(
-    rounds: Rounds, note: Note, parts: Sequence[Any], rooms: Sequence[Any], timeout: float | None
+    rounds: Rounds,
+    note: Note,
+    parts: Sequence[Any],
+    rooms: Sequence[Any],
+    timeout: float | None,
+    known: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """Fill ``rooms[i]``, contiguous, with the part that member i has for this one.
 
-    Small parts travel in the notes of one round. Larger ones go through the transport.
+    Small parts travel in the notes of one round. Larger ones go through the transport. If the label
+    says how large all parts are, ``known[i]`` are the bytes of those of member i. Otherwise each
+    member sends the sizes of its own.
 
     :raises RankMismatch: on all members, if a part does not fit into its room.
     """
     count, me = len(parts), rounds.members.index(rounds.rank)
-    form, begins = f"<{2 * count}Q", 16 * count
-    own_sizes = [array.nbytes for array in (*parts, *rooms)]
+    form, begins = ("", 0) if known else (f"<{2 * count}Q", 16 * count)
+    own_sizes = () if known else [array.nbytes for array in (*parts, *rooms)]
     try:
         transport = DataPlane.of(rounds).transport()
-        in_note = transport is None or sum(own_sizes[:count]) < LARGE
+        most = max(map(sum, known)) if known else sum(own_sizes[:count])
+        in_note = transport is None or most < LARGE
         sent = [raw(flat(part)) for part in parts] if in_note else []
         mark = Mark.INLINE if in_note else Mark.NONE
-        posted = Note(note.label, mark, b"".join([struct.pack(form, *own_sizes), *sent]))
+        payload = b"".join([struct.pack(form, *own_sizes), *sent])
+        posted = Note(note.label, mark, payload) if payload else note
     except BaseException as error:
         rounds.fail(note.label, error)
         raise
 
     def read(notes: Sequence[Note]) -> None:
-        sizes = [struct.unpack_from(form, other.payload) for other in notes]
-        _check_sizes(rounds, note, sizes)
-        if transport is None or all(other.mark for other in notes):
+        sizes = known or [struct.unpack_from(form, other.payload) for other in notes]
+        if not known:
+            _check_sizes(rounds, note, sizes)
+        if known or transport is None or all(other.mark for other in notes):
             for other, row, room in zip(notes, sizes, rooms, strict=True):
                 if row[me]:
                     begin = begins + sum(row[:me])
@@ -52,7 +62,12 @@ def exchange(
             sequence = RoundSequence(rounds, note, timeout)
             transport.exchange(sequence, parts, rooms, [row[:count] for row in sizes])
 
-    rounds.meet(posted, timeout, read)
+    if known and transport is not None and not in_note:
+        RoundSequence.run(
+            rounds, note, timeout, lambda one: transport.exchange(one, parts, rooms, known)
+        )
+    else:
+        rounds.meet(posted, timeout, read)
 
 
 def _check_sizes(rounds: Rounds, note: Note, sizes: Sequence[Sequence[int]]) -> None:

@@ -456,7 +456,9 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._check(note, output, given)
             parts = [items_of(one) for one in given]
         with OutputTensors(output) as (rooms[options.root],):
-            self._exchange(note, options, parts, rooms)
+            sizes = [[0] * len(parts)] * len(parts)
+            sizes[self._index_of[options.root]] = [rooms[options.root].nbytes] * len(parts)
+            self._exchange(note, options, parts, rooms, sizes)
 
     @_collective("reduce_scatter", 2, 1)
     def reduce_scatter(self, options: _Options, outputs: Any, inputs: Any) -> None:
@@ -485,7 +487,8 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     ) -> None:
         op, own = self._op_for(note, op, output), parts[self._me]
         rooms = list(empty_array(own, (len(parts), len(own)), own.dtype))
-        self._exchange(note, options, parts, rooms)
+        sizes = [self._by_index([part.nbytes for part in parts])] * len(parts)
+        self._exchange(note, options, parts, rooms, sizes)
         with OutputTensors(output) as (out,):
             combine(self._by_index(rooms), op, out)
 
@@ -522,10 +525,15 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._exchange(note, options, [items_of(one) for one in inputs], rooms)
 
     def _exchange(
-        self, note: Note, options: _Options, parts: Sequence[Any], rooms: Sequence[Any]
+        self,
+        note: Note,
+        options: _Options,
+        parts: Sequence[Any],
+        rooms: Sequence[Any],
+        sizes: Sequence[Sequence[int]] | None = None,
     ) -> None:
         parts, rooms = self._by_index(parts), self._by_index(rooms)
-        exchange(self._rounds, note, parts, rooms, self._limit(options.timeout))
+        exchange(self._rounds, note, parts, rooms, self._limit(options.timeout), sizes)
 
     # -- point to point -------------------------------------------------------------------------
 

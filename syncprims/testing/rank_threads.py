@@ -84,7 +84,7 @@ threads_belong_to_ranks = _Replacement()
 
 def _start_in_rank(self: threading.Thread) -> None:
     threads = rank_threads.get()
-    if threads is not None and not self.name.startswith("syncprims-"):  # not the library's own
+    if threads is not None:
         context, run = contextvars.copy_context(), self.run
 
         def run_in_rank() -> None:

@@ -507,6 +507,7 @@ class AccumulationWindow:
             self._factor = factor
             if self.count > 1:
                 self._scale(factor)
+            return factor
         return self._factor
 
     def _scale(self, factor: float) -> None:

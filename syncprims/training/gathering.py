@@ -33,12 +33,9 @@ def gather(tensor: Any, *, name: str | None = None) -> Any:
     kinds = [(path, str(leaf.dtype), list(leaf.shape[1:])) for path, leaf in named]
     rows = syncprims.all_gather((kinds, [leaf.cpu() for _, leaf in named]), name=name)
     if any(kinds != rows[0][0] for kinds, _ in rows):
-        lines = "\n".join(f"  rank {rank}: {kinds}" for rank, (kinds, _) in enumerate(rows))
-        raise syncprims.RankMismatch(
-            f"gather() of tensors that differ in structure, dtype, or beyond the first dimension:\n"
-            f"{lines}\n"
-            f"Pad them with pad_across_processes(), or gather objects."
-        )
+        what = "gather() of tensors that differ in structure, dtype, or beyond the first dimension"
+        advice = "Pad them with pad_across_processes(), or gather objects."
+        raise _mismatch(what, [kinds for kinds, _ in rows], advice)
     joined = map(torch.cat, zip(*(leaves for _, leaves in rows), strict=True))
     return map_tensors(lambda leaf: next(joined).to(leaf.device), tensor)
 
@@ -146,14 +143,9 @@ def pad_across_processes(
     rows = syncprims.all_gather(mine, name=name)
     kinds = [[(path, ndim) for path, ndim, _ in row] for row in rows]
     if any(one != kinds[0] for one in kinds):
-        lines = "\n".join(
-            f"  rank {rank}: {[f'{path} of {ndim} dimensions' for path, ndim in one]}"
-            for rank, one in enumerate(kinds)
-        )
-        raise syncprims.RankMismatch(
-            f"pad_across_processes() of tensors in different places, or with different numbers of "
-            f"dimensions:\n{lines}\nPass the same structure on every rank."
-        )
+        what = "pad_across_processes() of tensors in different places or of different dimensions"
+        shown = [[f"{path} of {ndim} dimensions" for path, ndim in row] for row in kinds]
+        raise _mismatch(what, shown, "Pass the same structure on every rank.")
     longest = iter(
         [max(lengths) for lengths in zip(*([n for *_, n in row] for row in rows), strict=True)]
     )
@@ -170,6 +162,11 @@ def pad_across_processes(
         return torch.cat([more, one] if pad_first else [one, more], dim=dim)
 
     return map_tensors(pad, tensor)
+
+
+def _mismatch(what: str, rows: list[Any], advice: str) -> syncprims.RankMismatch:
+    lines = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
+    return syncprims.RankMismatch(f"{what}:\n{lines}\n{advice}")
 
 
 def _refuse_nested(tree: Any) -> None:

@@ -59,8 +59,8 @@ def test_what_is_not_offered_names_the_way(module: str, name: str, said: str) ->
 
 
 def test_questions_that_scripts_ask() -> None:
-    assert utils.is_pytest_available()  # type: ignore[attr-defined]
-    assert not utils.is_deepspeed_available()  # type: ignore[attr-defined]
+    assert utils.is_pytest_available()
+    assert not utils.is_deepspeed_available()
     assert utils.is_torch_version(">=", "2.0")
     assert utils.compare_versions("1.10", ">", "1.9")
     assert utils.compare_versions(accelerate.__version__, ">=", "1.0")

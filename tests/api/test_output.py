@@ -34,29 +34,6 @@ def test_print_main_prints_once(world: Ranks) -> None:
     ]
 
 
-@in_processes
-def test_log_lines_carry_the_rank(world: Ranks) -> None:
-    def program() -> list[tuple[str, str]]:
-        said: list[tuple[str, str]] = []
-
-        class Keep(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                said.append((record.getMessage(), record.filename))
-
-        logging.getLogger("job").addHandler(Keep())
-        logger = sp.get_logger("job")
-        logger.warning("step %d", 3)
-        logger.warning("once", main_only=True)
-        logger.debug("not enabled")
-        return said
-
-    for rank, said in enumerate(world.run(program)):
-        prefix = f"[rank {rank}] " if world.ranks > 1 else ""
-        expected = [prefix + "step 3"] + ([prefix + "once"] if rank == 0 else [])
-        assert [text for text, _ in said] == expected
-        assert {name for _, name in said} == {"test_output.py"}
-
-
 class Keep(logging.Handler):
     """Keeps the records of one rank."""
 
@@ -164,20 +141,6 @@ def test_they_work_before_the_world_starts(rank: int) -> None:
     assert json.loads(told) == [*seen, True, "job"]
 
 
-@in_processes
-def test_a_bar_for_each_node(world: Ranks) -> None:
-    pytest.importorskip("tqdm")
-
-    def program() -> bool:
-        err = io.StringIO()
-        for _ in sp.progress(range(3), local=True, desc="epoch", file=err):
-            pass
-        return "epoch" in err.getvalue()
-
-    here = world.ranks // world.kind.hosts
-    assert world.run(program) == [r % here == 0 for r in range(world.ranks)]
-
-
 def test_without_tqdm_progress_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(ImportError, match=r"pip install '\.\[progress\]'"):
@@ -185,12 +148,14 @@ def test_without_tqdm_progress_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 @in_processes
-def test_progress_shows_one_bar(world: Ranks) -> None:
+@pytest.mark.parametrize("local", [False, True])
+def test_progress_shows_one_bar(world: Ranks, local: bool) -> None:
     pytest.importorskip("tqdm")
 
     def program() -> Any:
         with contextlib.redirect_stderr(io.StringIO()) as err:
-            total = sum(sp.progress(range(10), desc="epoch", file=sys.stderr))
+            total = sum(sp.progress(range(10), local=local, desc="epoch", file=sys.stderr))
         return total, "epoch" in err.getvalue()
 
-    assert world.run(program) == [(45, rank == 0) for rank in range(world.ranks)]
+    first = world.ranks // world.kind.hosts if local else world.ranks
+    assert world.run(program) == [(45, rank % first == 0) for rank in range(world.ranks)]

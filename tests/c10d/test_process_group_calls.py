@@ -200,26 +200,6 @@ def test_tensors_of_any_layout(world: Ranks) -> None:
     world.run(program)
 
 
-def test_objects(world: Ranks) -> None:
-    def program() -> None:
-        rank, n = sp.get_rank(), sp.get_world_size()
-        with process_group():
-            found: list[Any] = [None] * n
-            dist.all_gather_object(found, {"rank": rank, "text": "x" * 5000 * rank})
-            assert [one["rank"] for one in found] == list(range(n))
-            box = [rank, "b" * rank]
-            dist.broadcast_object_list(box, src=n - 1)
-            assert box == [n - 1, "b" * (n - 1)]
-            kept: list[Any] | None = [None] * n if rank == 0 else None
-            dist.gather_object(("of", rank), kept, dst=0)
-            assert kept is None or kept == [("of", r) for r in range(n)]
-            out: list[Any] = [None]
-            dist.scatter_object_list(out, [*"abcd"[:n]] if rank == 0 else None, src=0)
-            assert out == ["abcd"[rank]]
-
-    world.run(program)
-
-
 @several(4)
 def test_groups_have_rounds_of_their_own(world: Ranks) -> None:
     """Several groups of the same ranks, overlapping ones, subgroups and meshes."""

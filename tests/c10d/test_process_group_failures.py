@@ -174,18 +174,6 @@ def test_transfers_with_no_other_rank(world: Ranks) -> None:
 
 
 @several(2)
-def test_an_impossible_call_of_one_rank(world: Ranks) -> None:
-    def run() -> None:
-        with process_group():
-            size = 3 - sp.get_rank()
-            with pytest.raises((ValueError, sp.PeerFailed), match="give one of 4 items"):
-                dist.reduce_scatter_tensor(torch.empty(size), torch.ones(6))
-            dist.barrier()
-
-    world.run(run)
-
-
-@several(2)
 def test_a_rank_that_ends_or_does_not_come(world: Ranks) -> None:
     def ends_early() -> None:
         with process_group():

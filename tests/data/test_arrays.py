@@ -283,19 +283,6 @@ def test_an_object_that_needs_pickle_takes_its_arrays_along(world: Ranks) -> Non
     world.run(program)
 
 
-@several()
-def test_what_is_no_array_of_numbers_is_refused_on_all(world: Ranks) -> None:
-    def program() -> None:
-        masked: Any = np.ma.masked_less(np.arange(3), 1)
-        for bad in (np.zeros(2, "S3000"), np.array(["a"]), masked):
-            with pytest.raises((TypeError, sp.PeerFailed)):
-                sp.all_reduce(bad)
-        whole: Any = np.int64(1)  # any whole number will do
-        assert sp.broadcast(np.ones(500), src=whole)[0] == 1
-
-    world.run(program)
-
-
 class Unreadable:
     def __reduce__(self) -> Any:
         return _refuse, ()
@@ -318,41 +305,6 @@ def test_an_object_that_cannot_be_made_here_is_a_shared_failure(meeting_place: P
     assert outcomes == ["PeerFailed 3", "EncodingError 3", "EncodingError 3"]
 
 
-@several()
-def test_deferred_flags_stand_beside_arrays(world: Ranks) -> None:
-    def program() -> list[bool]:
-        trigger = sp.Trigger(lag=1)
-        seen: list[bool] = []
-        for step in range(6):
-            if step == 2 and sp.get_rank() == 1:
-                trigger.set("enough")
-            seen.append(trigger.check())
-            if seen[-1]:
-                trigger.clear()
-            total = sp.all_reduce(np.full(50_000, float(step)))
-            assert total[-1] == step * sp.get_world_size()
-            assert sp.broadcast(np.full(900_000, step), step % sp.get_world_size())[0] == step
-        return seen
-
-    assert world.run(program) == [[False, False, False, True, False, False]] * world.ranks
-
-
-@several()
-def test_groups_have_their_own_memory(world: Ranks) -> None:
-    def program() -> None:
-        rank, n = sp.get_rank(), sp.get_world_size()
-        pairs = [sp.group([0, 1]), sp.group([0, n - 1])]
-        for size in (100_000, 10):
-            for pair in pairs:
-                if rank in pair.ranks:
-                    got = pair.all_reduce(np.full(size, rank))
-                    assert got[0] == sum(pair.ranks)
-                    assert pair.broadcast(np.full(size, rank), pair.ranks[-1])[-1] == pair.ranks[-1]
-            assert sp.all_reduce(np.full(size, 1))[0] == n
-
-    world.run(program)
-
-
 @pytest.mark.parametrize("call", ["broadcast", "all_reduce"])
 def test_a_death_between_the_pieces_is_told(meeting_place: Path, call: str) -> None:
     def program() -> Any:
@@ -368,26 +320,6 @@ def test_a_death_between_the_pieces_is_told(meeting_place: Path, call: str) -> N
 
     outcomes = Ranks(Kind("file", 3), meeting_place).outcomes(program)
     assert outcomes[0] == outcomes[2] == (1, True, True)
-
-
-def test_an_interrupt_between_the_pieces_breaks_the_group(meeting_place: Path) -> None:
-    def program() -> Any:
-        array = np.ones(30_000_000, "f4")
-        sp.barrier()
-        if sp.get_rank() == 1:
-            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
-        try:
-            while True:
-                sp.all_reduce(array, out=array)
-        except KeyboardInterrupt:
-            with pytest.raises(sp.PeerFailed):
-                sp.barrier()
-            return "interrupted"
-        except sp.PeerFailed as error:
-            return error.rank, error.failures[1].type
-
-    first, second = Ranks(Kind("file", 2), meeting_place).outcomes(program)
-    assert (first, second) == ((1, "KeyboardInterrupt"), "interrupted")
 
 
 def test_memory_beside_the_arrays_is_bounded(meeting_place: Path) -> None:

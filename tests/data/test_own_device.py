@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from syncprims._data.arrays import own_device
-from syncprims.interface import Settings, Topology, own_device_index
-from syncprims.training import preparation as devices
+from syncprims.interface import own_device_index
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    pass
 
 #: The current device, the devices of the node, the local rank, and the rank's own device.
 CASES = {
@@ -51,60 +48,13 @@ class FakeCuda:
         self.current = device.index
 
 
-def of_an_array(local_rank: int, monkeypatch: pytest.MonkeyPatch, directory: Path) -> int:
-    """Return the index of the device where an array of another rank arrives."""
-    return int(own_device("cuda", local_rank).index)
-
-
-def of_training(local_rank: int, monkeypatch: pytest.MonkeyPatch, directory: Path) -> int:
-    """Return the index of the device that models and batches are moved to."""
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: cuda)
-    monkeypatch.setattr(devices, "get_local_rank", lambda: local_rank)
-    index = devices.rank_device().index
-    assert torch.cuda.current_device() == index  # it is made the current one
-    return int(index)
-
-
-def of_the_default_group(local_rank: int, monkeypatch: pytest.MonkeyPatch, directory: Path) -> int:
-    """Return the index of the device that the torch backend opens NCCL's default group with."""
-    found: list[int] = []
-
-    def record(_group: Any, _store: Any, _topology: Topology, device: int) -> None:
-        found.append(device)
-
-    module: Any = import_module("syncprims.backends.torch.backend")
-    monkeypatch.setattr(module.DefaultGroup, "open", record)
-    topology = Topology(local_rank=local_rank)
-    backend = module.NcclBackend(topology, Settings(directory=str(directory)))
-    try:
-        backend.open_process_group()
-    finally:
-        backend.close()
-    return found[0]
-
-
 @pytest.mark.parametrize(("current", "count", "local_rank", "own"), CASES.values(), ids=CASES)
-def test_the_rule(current: int, count: int, local_rank: int, own: int) -> None:
-    assert own_device_index(current, count, local_rank) == own
-
-
-@pytest.mark.parametrize("ask", [of_an_array, of_training, of_the_default_group])
-@pytest.mark.parametrize(
-    ("current", "count", "local_rank", "own"), list(CASES.values())[:-1], ids=list(CASES)[:-1]
-)
-def test_all_ask_the_rule(
-    ask: Callable[[int, pytest.MonkeyPatch, Path], int],
-    current: int,
-    count: int,
-    local_rank: int,
-    own: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+def test_the_rule(
+    current: int, count: int, local_rank: int, own: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert own_device_index(current, count, local_rank) == own
     monkeypatch.setattr(torch, "cuda", FakeCuda(current, count))
-    assert ask(local_rank, monkeypatch, tmp_path) == own
+    assert own_device("cuda", local_rank).index == own
 
 
 def test_a_kind_without_a_device_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import inspect
 import os
 import re
 import runpy
@@ -48,14 +47,6 @@ def enter(block: Any) -> None:
         pass
 
 
-def test_every_call_with_a_value_takes_a_name() -> None:
-    for kind in CALLS:
-        if kind != "trigger":
-            assert "name" in inspect.signature(getattr(sp, kind)).parameters
-    for kind in ("broadcast", "all_gather", "all_reduce", "any_rank", "all_ranks", "in_turn"):
-        assert "name" in inspect.signature(getattr(sp.Group, kind)).parameters
-
-
 @pytest.mark.parametrize("call", CALLS)
 @several(2)
 def test_calls_of_different_names_never_meet(world: Ranks, call: str) -> None:
@@ -89,27 +80,6 @@ def test_a_member_of_an_enum_is_the_text_that_it_equals(world: Ranks) -> None:
         return largest, sp.all_gather(sp.get_rank())
 
     assert world.run(program) == [(1, [0, 1])] * 2
-
-
-@several(2)
-def test_functions_that_share_a_result_are_told_apart_by_their_names(world: Ranks) -> None:
-    @sp.on_main(share=True)
-    def load() -> int:
-        return 1
-
-    @sp.on_main(share=True)
-    def count() -> int:
-        return 2
-
-    def program() -> str:
-        assert (load(), count()) == (1, 2)
-        with pytest.raises(sp.CollectiveMismatch) as caught:
-            (load if sp.is_main() else count)()
-        return str(caught.value)
-
-    for said in world.run(program):
-        assert "rank 0: on_main 'load' from rank 0" in said
-        assert "rank 1: on_main 'count' from rank 0" in said
 
 
 def reversed_order() -> list[Any]:

@@ -35,6 +35,8 @@ NO_RESULT: list[tuple[Any, Any, type[Exception]]] = [
     (np.full(50_000, 3, "m8[s]"), "prod", TypeError),
     (torch.ones(50_000, dtype=torch.complex64), "min", TypeError),
     (torch.ones(3).to_sparse(), "max", TypeError),
+    (np.array(["a"]), "sum", TypeError),
+    (np.ma.masked_less(np.arange(3), 1), "sum", TypeError),
 ]
 
 

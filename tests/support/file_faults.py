@@ -87,7 +87,12 @@ def nothing(number: int, name: str, args: tuple[Any, ...]) -> None:
 
 def kill_at(point: int) -> At:
     """Kill this process before the call."""
-    return lambda number, *_: number == point and os.kill(os.getpid(), signal.SIGKILL)
+
+    def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+        if number == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return at
 
 
 def fail_at(point: int, code: int) -> At:
@@ -185,7 +190,7 @@ def _object(safe: bool) -> Setup:
     return Setup(1, lambda p, v: Accelerator(cpu=True).save(Net(v).state_dict(), p, safe), load)
 
 
-WAYS = {
+WAYS: dict[str, tuple[Callable[[str, int], object], Callable[[str], int]]] = {
     "single": (model_in("5GB", "5GB"), _load_model),
     "shards": (model_in(600, 400), _load_model),
     "to-shards": (model_in("5GB", 500), _load_model),

@@ -263,12 +263,8 @@ class _Pair:
         torch.manual_seed(1)
         self.g, self.d = nn.Linear(2, 3).double(), small_model(2)
         self.accumulator = Accumulator(steps)
-        self.opt_g = prepare(
-            torch.optim.Adam(self.g.parameters(), 0.1), accumulator=self.accumulator
-        )
-        self.opt_d = prepare(
-            torch.optim.Adam(self.d.parameters(), 0.1), accumulator=self.accumulator
-        )
+        given: list[Any] = [torch.optim.Adam(m.parameters(), 0.1) for m in (self.g, self.d)]
+        self.opt_g, self.opt_d = prepare(*given, accumulator=self.accumulator)
 
     def loss_d(self, z: torch.Tensor) -> Any:
         return (self.d(self.g(z).detach()) - self.d(z @ torch.ones(2, 3).double())).mean()

@@ -267,7 +267,8 @@ def test_the_norm_is_that_of_synchronized_unscaled_gradients(world: Ranks) -> No
 def test_without_a_scaler_nothing_is_skipped(world: Ranks) -> None:
     def program() -> tuple[bool, bool, float]:
         model, accumulator = unit_model(), Accumulator()
-        optimizer = prepare(torch.optim.SGD(model.parameters(), lr=1.0), accumulator=accumulator)
+        plain: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = prepare(plain, accumulator=accumulator)
         with accumulator.accumulate(model):
             accumulator.backward(model(ones() * float("nan")).sum())
             norm = accumulator.clip_grad_norm_(model.parameters(), 1.0)

@@ -33,9 +33,7 @@ def directory_path(directory: str | os.PathLike[str]) -> str:
     :raises TypeError: if `directory` is neither a str nor a path.
     :raises ValueError: if it is empty.
     """
-    path = os.fspath(cast("Any", directory))
-    if not isinstance(path, str):
-        raise TypeError(f"directory={directory!r}: it takes a str or a path")
+    path = filesystem.path_of(directory, "directory")
     if not path:
         raise ValueError("directory='': it takes a name; '.' is the working directory")
     return filesystem.absolute(path)

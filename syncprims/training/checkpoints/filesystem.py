@@ -12,7 +12,7 @@ import logging
 import os
 import stat
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -183,6 +183,17 @@ def names(directory: str) -> list[str]:
         return sorted(os.listdir(directory))  # noqa: PTH208 - through this module's `os`
     except FileNotFoundError:
         return []
+
+
+def path_of(given: Any, what: str, takes: str = "a str or a path") -> str:
+    """Return a path as a str.
+
+    :raises TypeError: if it is neither a str nor a path.
+    """
+    path = os.fspath(given)
+    if not isinstance(path, str):
+        raise TypeError(f"{what}={given!r}: it takes {takes}")
+    return path
 
 
 def exists(path: str) -> bool:

@@ -63,9 +63,7 @@ def load_checkpoint_in_model(
     :raises ValueError: if `device_map` names a device that cannot hold tensors, or none for a
         parameter.
     """
-    path = os.fspath(cast("Any", checkpoint))
-    if not isinstance(path, str):
-        raise TypeError(f"checkpoint={checkpoint!r}: it takes a str or a path")
+    path = filesystem.path_of(checkpoint, "checkpoint")
     inner = unwrap_model(model)
     empty = all(t.is_meta for t in _tensors_of(inner).values())
     custom = _has_custom_loading(inner)

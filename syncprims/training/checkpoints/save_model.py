@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -162,10 +162,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
         message says otherwise.
     :raises TypeError: if `path` is neither a str nor a path.
     """
-    given = os.fspath(cast("Any", path))
-    if not isinstance(given, str):
-        raise TypeError(f"f={path!r}: it takes a str, a path or an opened file")
-    target = filesystem.absolute(given)
+    target = filesystem.absolute(filesystem.path_of(path, "f", "a str, a path or an opened file"))
     outcome = attempt(lambda: _write_object(obj, target, safe))
     combine(f"save to {target}", [message_of(outcome)], outcome.exception())
 

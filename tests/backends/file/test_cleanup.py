@@ -10,7 +10,6 @@ import select
 import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -113,12 +112,6 @@ def test_runs_killed_anywhere_leave_the_next_a_clean_start(meeting_place: Path) 
     killed_runs(50, meeting_place, seed=1)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", [2, 3])
-def test_many_runs_killed_anywhere(meeting_place: Path, seed: int) -> None:
-    killed_runs(200, meeting_place, seed)
-
-
 # -- worlds without end ---------------------------------------------------------------------------
 
 
@@ -185,18 +178,6 @@ def test_worlds_leave_nothing_in_their_process(
         assert late.blocks - early.blocks < 400 + count / 20
         # Python's table of names grows by megabytes at once, somewhere on the way, and only once.
         assert late.kilobytes - early.kilobytes < 4096
-
-
-@pytest.mark.parametrize("count", [50, pytest.param(2500, marks=pytest.mark.soak)])
-def test_short_lived_processes_leave_nothing(meeting_place: Path, count: int) -> None:
-    """Each world has processes of its own, and all have one run id."""
-    for number in range(count):
-        pids = [
-            fork(partial(one_world, number), environment(PAIR, rank, meeting_place, "same"))
-            for rank in range(2)
-        ]
-        assert exit_codes(pids) == [0, 0]
-        assert not any(meeting_place.iterdir())
 
 
 # -- side by side ---------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def test_another_version_is_told(remains: Remains, tmp_path: Path) -> None:
         overwritten(other)(base / name)
         said = outcome_of(base, rank=1, ranks=2, patience=0.1)
     assert said.startswith("ConfigurationError")
-    assert "is of another version of syncprims; start all ranks from one installation" in said
+    assert "of this version of syncprims: start all ranks from one installation" in said
 
 
 # -- while they are in use ------------------------------------------------------------------------
@@ -267,10 +267,3 @@ def test_flipped_bits_give_right_results_or_clear_errors(meeting_place: Path) ->
     seen: set[Any] = flips(meeting_place, range(12), always=False)
     seen |= flips(meeting_place, range(50, 56), always=True)
     assert "went on" in seen
-
-
-@pytest.mark.soak
-def test_many_flipped_bits_give_right_results_or_clear_errors(meeting_place: Path) -> None:
-    seen = flips(meeting_place, range(100, 700), always=False)
-    seen |= flips(meeting_place, range(100, 300), always=True)
-    assert {"went on", "SyncTimeout"} <= seen

@@ -72,24 +72,6 @@ def test_generations_never_mix(world: Ranks) -> None:
     world.check_nothing_left()
 
 
-@pytest.mark.soak
-def test_a_million_barriers_grow_nothing(world: Ranks) -> None:
-    def program() -> tuple[int, int]:
-        for _ in range(1000):
-            sp.barrier()
-        fds = count("/proc/self/fd")
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for _ in range(1_000_000):
-            sp.barrier()
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
-        return count("/proc/self/fd") - fds, grown
-
-    for fds, kilobytes in Ranks(world.kind, world.directory, patience=1200).run(program):
-        assert fds <= 3  # a pidfd for each peer, opened by the first wait that takes a moment
-        assert kilobytes < 1024
-    world.check_nothing_left()
-
-
 def test_everything_is_private(world: Ranks) -> None:
     def program() -> list[tuple[str, int]]:
         sp.broadcast("x" * 5000)
@@ -191,15 +173,6 @@ def test_a_restarted_run_never_meets_ranks_of_the_earlier_one(scripts: Scripts) 
 # -- directories that will not do -----------------------------------------------------------------
 
 
-def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
-    loose = tmp_path / "loose"
-    loose.mkdir()
-    loose.chmod(0o777)
-    said = refusal(loose)
-    assert f"{loose} has mode 0777" in said
-    assert f"chmod 700 {loose}" in said
-
-
 def test_a_link_a_file_and_an_unwritable_place_are_refused(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
@@ -212,28 +185,6 @@ def test_a_link_a_file_and_an_unwritable_place_are_refused(tmp_path: Path) -> No
     assert plain.read_text() == "mine"
     assert "SYNCPRIMS_DIR" in refusal(plain / "below")
     assert "SYNCPRIMS_DIR" in refusal(Path("/proc/nowhere"))
-
-
-def test_a_full_disk_is_a_shared_failure(tmp_path: Path) -> None:
-    """The file that is too large is cut off by a limit of the process, as by a full disk."""
-    place = tmp_path / "meet"
-    place.mkdir(mode=0o700)
-
-    def program() -> Any:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        sp.barrier()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, resource.RLIM_INFINITY))
-        try:
-            sp.broadcast(bytes(8_000_000) if sp.is_main() else None)
-        except OSError as error:
-            said = f"own {error.errno}"
-        except sp.PeerFailed as error:
-            said = error.failures[0].type
-        return said, sp.all_gather("still in step")
-
-    first, second = Ranks(Kind("file", 2), place).run(program)
-    assert first == ("own 27", ["still in step"] * 2)
-    assert second == ("OSError", ["still in step"] * 2)
 
 
 def test_no_room_for_a_group_is_a_shared_failure(meeting_place: Path) -> None:
@@ -447,45 +398,6 @@ def test_a_disk_without_any_room_keeps_ranks_in_step(meeting_place: Path) -> Non
     assert "writing 100" in own.pop(1)  # what did not fit, not the excuse for it
     assert own == [0, 2, 3]
     assert other == [0, "OSError", 2, 3]
-
-
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_an_interrupt_around_the_post_never_pairs_rounds_off_by_one(
-    meeting_place: Path, moment: str
-) -> None:
-    def program() -> list[Any]:
-        sp.barrier()
-        said: list[Any] = []
-        if sp.is_main():
-            board = sp.current().group._rounds.board
-            post = board.post
-
-            def interrupted(note: Any) -> None:
-                if moment == "after":
-                    post(note)
-                board.post = post  # type: ignore[method-assign]
-                raise KeyboardInterrupt
-
-            board.post = interrupted  # type: ignore[method-assign]
-        for number in range(4):
-            try:
-                said.append(sp.all_gather(number))
-            except KeyboardInterrupt:
-                said.append("interrupted")
-                if moment == "before":
-                    said.append(sp.all_gather(number))  # nothing was posted: it may be tried again
-            except sp.PeerFailed as error:
-                said.append(error.failures[0].type)
-        return said
-
-    own, other = Ranks(Kind("file", 2), meeting_place).run(program)
-    if moment == "before":
-        assert own == ["interrupted", *([n, n] for n in range(4))]
-        assert other == [[n, n] for n in range(4)]
-    else:
-        assert own == ["interrupted", *["KeyboardInterrupt"] * 3]
-        assert all(one in ([0, 0], "KeyboardInterrupt") for one in other)
-        assert other[1:] == ["KeyboardInterrupt"] * 3
 
 
 def test_a_late_rank_is_noticed_soon_after_a_long_wait(meeting_place: Path) -> None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 load_backend("file")
 filesystems: Any = import_module("syncprims.backends.file.filesystems")
-PrivateDirectory: Any = import_module("syncprims.backends.file.private_dir").PrivateDirectory
-
 #: As a login node of a cluster might have it, and more.
 MOUNTINFO = r"""
 25 24 0:23 / /dev/shm rw,nosuid,nodev shared:4 - tmpfs tmpfs rw,size=24684084k
@@ -72,15 +70,6 @@ def test_a_mount_is_refused_by_its_type(number: int, point: str, kind: str, remo
 def test_odd_texts_tell_nothing() -> None:
     for text in (MOUNTINFO, "", "\n", " - ", "64 2 3 4 5 6 - ", "64"):
         assert filesystems.find_mount(text, "64") is None
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_the_mount_of_a_real_directory_is_accepted(tmp_path: Path) -> None:
-    fd = os.open(tmp_path, os.O_RDONLY)
-    try:
-        filesystems.refuse_remote(tmp_path, fd)
-    finally:
-        os.close(fd)
 
 
 def refusal(directory: Path, changed: dict[str, Any]) -> str:
@@ -220,32 +209,3 @@ def test_a_disk_too_full_to_join_is_told_and_nothing_is_left(mounted: Path, rank
         outcomes.append("joined" if not full else "full")
     assert outcomes[0] == "full"
     assert outcomes[-1] == "joined"
-
-
-@needs_root
-@pytest.mark.parametrize(
-    "mounted", [("tmpfs", "mode=700,size=1m,nr_inodes=17")], ids=[""], indirect=True
-)
-def test_a_disk_without_room_for_another_file_is_told_and_nothing_is_left(mounted: Path) -> None:
-    def program() -> str:
-        try:
-            with sp.init():
-                return "joined"
-        except sp.BackendUnavailable as error:
-            return str(error)
-
-    base = mounted / "meet"
-    joined: list[bool] = []
-    for room in range(17):
-        fillers = [mounted / str(number) for number in range(16 - room)]
-        for filler in fillers:
-            filler.touch()
-        (said,) = Ranks(Kind("file", 1), base).run_alone(program, SYNCPRIMS_JOIN_TIMEOUT="0.3")
-        assert said == "joined" or "free some space, or set SYNCPRIMS_DIR" in said
-        joined.append(said == "joined")
-        assert not list(base.iterdir()) if base.exists() else room == 0
-        for filler in fillers:
-            filler.unlink()
-        base.rmdir() if base.exists() else None
-    assert joined == sorted(joined)
-    assert joined[-1]

@@ -381,10 +381,3 @@ def race(place: Place, where: str, tries: int) -> None:
 @pytest.mark.parametrize("where", ["sticky", "on the way", "open"])
 def test_what_is_swapped_between_a_look_and_a_use_harms_nobody(place: Place, where: str) -> None:
     race(place, where, 300)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("where", ["sticky", "on the way", "open"])
-def test_ten_thousand_swaps_harm_nobody(place: Place, where: str) -> None:
-    for _ in range(20):  # each within the patience for one world
-        race(place, where, 500)

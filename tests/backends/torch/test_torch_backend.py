@@ -128,44 +128,6 @@ def test_the_programs_own_group_before_and_after(tmp_path: Path, meeting_place: 
     assert said == [[[2.0, 4.0, [0, 1], "whole"]]] * 2
 
 
-def test_a_group_that_no_launcher_knows_is_the_world(tmp_path: Path, meeting_place: Path) -> None:
-    said = _spawned(tmp_path, meeting_place)
-    assert said == [[[r, 3, r == 2], [0, 1, 2], "torch"] for r in range(3)]
-
-
-def _spawned(tmp_path: Path, place: Path) -> list[Any]:
-    script = tmp_path / "script.py"
-    script.write_text(
-        HEAD
-        + textwrap.dedent("""
-        import torch.multiprocessing as mp
-
-        def rank(number, port):
-            dist.init_process_group(
-                "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=3
-            )
-            place = [sp.get_rank(), sp.get_world_size(), sp.is_last()]
-            sp.barrier()
-            tell(place, sp.all_gather(sp.get_local_rank()), sp.current().backend_name)
-            sp.shutdown()
-            dist.destroy_process_group()
-
-        if __name__ == "__main__":
-            mp.spawn(rank, (int(sys.argv[2]),), nprocs=3)
-        """)
-    )
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), str(free_port())],
-        env=environ_of_ranks(place),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads((tmp_path / f"end-{rank}").read_text()) for rank in range(3)]
-
-
 def test_a_group_that_is_not_the_launchers_world_is_refused(meeting_place: Path) -> None:
     port = free_port()
     code = (
@@ -255,18 +217,6 @@ def test_a_rank_that_joins_says_for_whom_it_waits(absent: int, meeting_place: Pa
     assert 1 <= len(said) <= 3  # with growing pauses
     what = r"ranks \[1\]" if absent else r"the store at 127\.0\.0\.1:\d+"
     assert re.match(rf"still waiting for {what} at init for \d+ s; ", said[0])
-
-
-def test_a_store_that_nobody_serves_is_told(meeting_place: Path) -> None:
-    def program() -> Any:
-        if sp.get_rank() == 0:
-            return None
-        with pytest.raises(sp.BackendUnavailable, match=r"cannot reach the store at 127\.0\.0"):
-            sp.barrier()
-        return "told"
-
-    world = Ranks(Kind("torch", 2, hosts=2), meeting_place)
-    assert world.run_alone(program, SYNCPRIMS_JOIN_TIMEOUT="1") == [None, "told"]
 
 
 def test_an_unreachable_store_ends_a_program_as_any_error_does(meeting_place: Path) -> None:
@@ -604,11 +554,12 @@ _ONE_TASK = {
 
 
 @pytest.mark.parametrize(("outer", "inner", "store", "launcher"), [
+    ({}, {}, "tcp", "torch.distributed"),
     (_ONE_TASK, {}, "tcp", "torch.distributed"),
     ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "pod-0"}, {}, "tcp", "torch.distributed"),
     ({}, {"WORLD_SIZE": "2", "LOCAL_RANK": "{}", "NODE_RANK": "0"}, "tcp", "torch.distributed"),
     (_ONE_TASK, {"RANK": "{}", "WORLD_SIZE": "2", "LOCAL_RANK": "{}"}, "file", "torchrun"),
-], ids=["a task of SLURM", "a pod", "half a set, as Lightning's", "a FileStore"])  # fmt: skip
+], ids=["no launcher", "SLURM", "a pod", "half a set, as Lightning's", "a FileStore"])  # fmt: skip
 def test_an_initialized_group_says_who_one_is(
     outer: dict[str, str],
     inner: dict[str, str],

@@ -9,7 +9,6 @@ import textwrap
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
-from support.launches import await_condition
 from support.rank_environment import environ_of_ranks
 from support.rank_worlds import PATIENCE
 
@@ -152,38 +151,6 @@ def test_a_rank_that_is_killed_before_it_joined_or_while_it_joins_is_not_met(
         "--max-restarts=1",
     )
     assert [ranks for ranks, _ in said] == [[0, 1], [0, 1]]
-
-
-@pytest.mark.soak
-def test_a_node_leaves_an_elastic_run_and_returns(tmp_path: Path, meeting_place: Path) -> None:
-    """Each change of the nodes restarts all ranks, as a world of the new size."""
-    source = """
-        size, phase = get_world_size(), len(list(folder.glob("phase-*")))
-        barrier()
-        if size == 1 + phase % 2 and phase < 3 and get_rank() == 0:
-            (folder / f"phase-{phase}").touch()
-        if phase < 3:
-            while os.getppid() > 1:  # its agent ends it, or it sees the end of the other rank
-                time.sleep(0.02)
-                all_gather(size)
-        tell(all_gather(size))
-    """
-    options = "--nnodes=1:2", "--max-restarts=3", "--rdzv-conf=last_call_timeout=1"
-
-    def await_phase(number: int) -> None:
-        await_condition((tmp_path / f"phase-{number}").exists, f"no phase {number}")
-
-    # Without it, torch's own agents wait in vain for the address of the new round.
-    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with Agents(source, tmp_path, meeting_place, *options, **own_store) as agents:
-        stays = agents.start()
-        await_phase(0)  # alone
-        leaves = agents.start()
-        await_phase(1)  # together
-        agents.end(leaves)
-        await_phase(2)  # alone
-        said = agents.await_success(stays, agents.start())
-    assert [sizes for sizes, _ in said] == [[2, 2], [2, 2]]
 
 
 def test_agents_on_one_host_are_one_node(tmp_path: Path, meeting_place: Path) -> None:

@@ -48,28 +48,6 @@ def test_in_every_order_a_round_has_one_verdict_and_nobody_passes_a_broken_one(
     assert explore(Model(**faults)) > 0
 
 
-class ForgetsToPublish(Model):
-    def publish_cut(self, *_: Any) -> None:
-        pass
-
-
-class DecidesForItself(Model):
-    def await_decision(self, op: Any, host: int, number: int) -> None:
-        op("learn", number, b"A")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "rounds", "said"),
-    [
-        (DecidesForItself, 1, "has not posted to it"),
-        pytest.param(ForgetsToPublish, 2, "a host waits for ever", marks=pytest.mark.soak),
-    ],
-)
-def test_the_exploration_finds_what_is_wrong(wrong: type[Model], rounds: int, said: str) -> None:
-    with pytest.raises(AssertionError, match=said):
-        explore(wrong(hosts=2, rounds=rounds, cuts=1))
-
-
 # -- a store that is stopped ----------------------------------------------------------------------
 
 
