@@ -154,8 +154,7 @@ class TorchBackend(Backend):
         here = Topology(slot, count, slot, count, 0, 1, top.launcher, run_id)
         self._local = FileBackend(here, settings, self._description(ranks))
         try:
-            with self._local.locked_directory() as directory:
-                heartbeat = Heartbeat(directory, placement.token, host, settings.heartbeat)
+            heartbeat = Heartbeat(placement.token, host, settings.heartbeat)
             self._connection = HostConnection(
                 self._local.liveness,
                 placement,
@@ -410,7 +409,6 @@ class TorchBackend(Backend):
         self._close_links()
         self._boards.clear()
         if self._connection is not None:
-            self._connection.heartbeat.close()
             self._connection.probe.close()
         if self._endpoint is not None:
             self._endpoint.kept = None

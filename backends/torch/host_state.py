@@ -8,7 +8,6 @@ whole, as in the cells. A rank that finds nothing here can still ask for itself.
 from __future__ import annotations
 
 import json
-import mmap
 import struct
 import time
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ..file.liveness import Liveness
-    from ..file.private_dir import PrivateDirectory
 
 MAGIC = b"syncprims host state 3"
 OF_HOST = "-host"  #: what the name of this file adds to that of the board
@@ -41,8 +39,6 @@ _REPORT_SIZE = 64 * 1024
 #: In place of a decision that is too large: it must be read from the store.
 ELSEWHERE = b"?"
 
-_BEAT_MAGIC = b"syncprims heartbeat 2"
-_TIME = struct.Struct("<d")
 BEATS = 5  #: within the time after which silence is taken for death
 
 
@@ -157,33 +153,25 @@ class Heartbeat:
     """The heartbeat of this host, and what is known of the others'.
 
     Each host counts up its key at the store several times within the time after which its silence
-    means that it is gone. Any of its ranks does this, so one that is stopped or busy does not
-    silence its host. Only a rank that waits for a host looks at its key, and it measures silence by
+    means that it is gone. All of its ranks do this, so one that is stopped or busy does not silence
+    its host. Only a rank that waits for a host looks at its key, and it measures silence by
     its own clock alone. Time in which the store did not answer, or this rank did not run, proves
     nothing about other hosts, and does not count.
     """
 
-    def __init__(self, directory: PrivateDirectory, prefix: str, host: int, limit: float) -> None:
-        """Share the time of the last beat with the other ranks of this host; under the run's lock.
-
-        :raises OSError: if there is no space for it.
-        """
+    def __init__(self, prefix: str, host: int, limit: float) -> None:
+        """Keep the counts of hosts under `prefix`; `host` is this one."""
         self.limit = limit  #: seconds of silence that mean death
         self.every = limit / BEATS  #: seconds between two beats
         self._prefix = prefix
         self._host = host
         self._seen: dict[int, tuple[int, float]] = {}  # host -> beats, and since when
         self._watched, self._ticked = 0.0, time.monotonic()  # seconds that count; the last tick
-        self._memory = map_file(directory, "heartbeat", _BEAT_MAGIC, 1, mmap.PAGESIZE)
 
     def beat(self, store: Any) -> None:
-        """Count up this host's key, unless another of its ranks just has."""
+        """Count up this host's key."""
         self._tick()
-        now = time.monotonic()  # one clock for all processes of a host
-        (last,) = _TIME.unpack_from(self._memory, HEADER_SIZE)
-        if not 0 <= now - last < 0.75 * self.every:
-            self._memory[HEADER_SIZE : HEADER_SIZE + _TIME.size] = _TIME.pack(now)
-            store.add(self._key(self._host), 1)
+        store.add(self._key(self._host), 1)
 
     def look(self, store: Any, hosts: Iterable[int]) -> None:
         """Check whether these hosts have beaten since the last look."""
@@ -197,10 +185,6 @@ class Heartbeat:
     def silence(self, host: int) -> float:
         """Return for how many seconds no beat of `host` has been seen; 0 before the first look."""
         return self._watched - self._seen.get(host, (0, self._watched))[1]
-
-    def close(self) -> None:
-        """Unmap the memory."""
-        self._memory.close()
 
     def _tick(self) -> None:
         """Count the time since the last tick, as far as this rank and the store were at work."""

@@ -457,12 +457,19 @@ def test_pythons_and_numpys_numbers_mix_but_for_dtypes(world: Ranks) -> None:
     world.run(program)
 
 
+#: What takes a group.
+GROUPED: list[tuple[Any, ...]] = [
+    (sp.barrier,), (sp.main_first,), (sp.in_turn,), (sp.broadcast, 1), (sp.all_gather, 1),
+    (sp.all_reduce, 1), (sp.any_rank, 1), (sp.all_ranks, 1), (sp.assert_same, 1, "one"),
+]  # fmt: skip
 #: Calls that no rank makes, since their arguments are wrong: the error, and what it says.
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: sp.all_reduce(1, "minimum"), ValueError, "sum, mean, min, max, prod"),  # type: ignore[call-overload]
     (lambda: sp.all_reduce({"a": ["text"]}), TypeError, r"value\['a'\]\[0\] is a str"),
-    *((partial(sp.group, ranks), ValueError, "group is made of different ranks")
-      for ranks in ([], [0, 0], [99], [-1])),
+    (lambda: sp.group([]), ValueError, "group is made of different ranks"),
+    (lambda: sp.group([0, 0]), ValueError, "group is made of different ranks"),
+    (lambda: sp.group([99]), ValueError, "group is made of different ranks"),
+    (lambda: sp.group([-1]), ValueError, "group is made of different ranks"),
     (lambda: sp.group(["a"]), TypeError, "whole number"),  # type: ignore[list-item]
     (lambda: sp.group(0), TypeError, r"group\(0\): a group takes a list of ranks"),  # type: ignore[arg-type]
     (lambda: sp.broadcast(1, src=99), ValueError, "src=99"),
@@ -470,12 +477,16 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: sp.barrier(timeout="30"), TypeError, "seconds, or a timedelta"),  # type: ignore[arg-type]
     (lambda: sp.barrier(3), TypeError, "a name is a str"),  # type: ignore[arg-type]
     (lambda: sp.on_rank("a"), TypeError, "whole number"),  # type: ignore[call-overload]
+    (lambda: sp.main_first(local=True, group=sp.current().group), ValueError, "one of the two"),
     (lambda: sp.Trigger().set(3), TypeError, "a reason is a str"),  # type: ignore[arg-type]
+    (lambda: bool(sp.Trigger()), TypeError, r"check\(\)"),
+    (lambda: sp.Trigger(lag=2), ValueError, "lag=2"),
+    (lambda: sp.Trigger().set_on_signal("TERM"), TypeError, "and 'TERM' is a str"),  # type: ignore[arg-type]
+    (lambda: sp.Trigger().set_on_signal(0), ValueError, "signum=0: no program can catch such"),
+    (lambda: sp.Trigger().set_on_signal(999), ValueError, "signum=999: no program can catch"),
+    (lambda: sp.Trigger().set_on_signal(9), ValueError, "signum=9: no program can catch such"),
     *((partial(call, *args, group=[0]), TypeError, r"group= takes a Group, .* is a list")
-      for call, *args in [
-          (sp.barrier,), (sp.main_first,), (sp.in_turn,), (sp.broadcast, 1), (sp.all_gather, 1),
-          (sp.all_reduce, 1), (sp.any_rank, 1), (sp.all_ranks, 1), (sp.assert_same, 1, "one"),
-      ]),
+      for call, *args in GROUPED),
 ]  # fmt: skip
 
 

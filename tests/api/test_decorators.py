@@ -44,15 +44,6 @@ def test_main_first_can_be_local_or_a_groups(world: Ranks) -> None:
     assert world.run(program) == [["local"]] * (n - 1) + [["local", "group"]]
 
 
-def test_main_first_is_either_local_or_a_groups(world: Ranks) -> None:
-    def program() -> None:
-        everybody = sp.group(range(sp.get_world_size()))
-        with pytest.raises(ValueError, match="give one of the two"):
-            sp.main_first(local=True, group=everybody)
-
-    world.run(program)
-
-
 @in_processes
 def test_main_does_not_wait_for_the_others_bodies(world: Ranks, signs: Signs) -> None:
     def program() -> int:

@@ -450,25 +450,6 @@ def test_interrupts_at_any_moment_leave_no_call_open(meeting_place: Path) -> Non
     assert ticks > 100
 
 
-def test_two_threads_in_two_groups_are_no_deadlock(meeting_place: Path) -> None:
-    def program() -> str:
-        pair = sp.group([0, 1])
-        if sp.get_rank() == 0:
-            other = threading.Thread(target=pair.barrier, args=("background",))
-            other.start()
-            time.sleep(2)  # long enough for the others to look around
-            sp.barrier("world")
-            other.join()
-        else:
-            sp.barrier("world")
-            if sp.get_rank() == 1:
-                pair.barrier("background")
-        sp.barrier("end")
-        return "passed"
-
-    assert Ranks(Kind("file", 3), meeting_place).run(program) == ["passed"] * 3
-
-
 def test_a_deadlock_that_was_caught_does_not_follow_healthy_groups(
     meeting_place: Path, signs: Signs
 ) -> None:
