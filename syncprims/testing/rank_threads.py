@@ -84,7 +84,10 @@ threads_belong_to_ranks = _Replacement()
 
 def _start_in_rank(self: threading.Thread) -> None:
     threads = rank_threads.get()
-    if threads is not None and not self.name.startswith("syncprims-"):  # not the library's own
+    is_ours = self.name.startswith("syncprims-")  # it makes no call
+    if threads is not None and not (is_ours and self.daemon):
+        threads.started.add(self)  # as Python does, a rank waits for it at its end
+    if threads is not None and not is_ours:
         context, run = contextvars.copy_context(), self.run
 
         def run_in_rank() -> None:
@@ -92,7 +95,6 @@ def _start_in_rank(self: threading.Thread) -> None:
             threads.run(lambda: context.run(run))
 
         self.run = run_in_rank  # type: ignore[method-assign]
-        threads.started.add(self)
     _start(self)
 
 

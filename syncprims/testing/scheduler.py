@@ -323,10 +323,12 @@ class Scheduler:
         outside = [turn for turn in self._turns if turn.own and not turn.waits and not turn.done]
         if any(self._idents.get(turn.rank) in {None, *may_call} for turn in outside):
             return "rank"
+        # Another thread may let a rank leave, also one of the library that makes no call.
+        going_on = busy_threads() - waiting_threads()
+        if any(self._find_left(rank, going_on) for rank in self._leaving):
+            return "helper"
         if self._enter_rank is not None and not outside:
-            # Another thread may make a call only for a rank that waits for it, or let that leave.
-            leaves = any(self._find_left(rank, may_call) for rank in self._leaving)
-            return "helper" if leaves else ""
+            return ""  # another thread may make a call only for a rank that waits for it
         callers = {thread: turn.waits for (_, thread), turn in self._by_thread.items()}
         for thread in threading.enumerate():
             if thread not in callers and all(thread not in of.started for of in self.threads):

@@ -130,7 +130,7 @@ def _open_current(
             files.push(opened.pop_all())
         return weights
 
-    return read_current(path, open_all, lambda: found[0] != "" and find() != found)
+    return read_current(path, open_all, lambda: find() != found)
 
 
 def _open_weights(

@@ -480,7 +480,8 @@ class Checkpoints:
             return load_state(self.path(chosen), objects, **options)
 
         def was_replaced() -> bool:
-            return step is None and bool(steps) and chosen not in agreed_steps(self, doing)
+            current = agreed_steps(self, doing) if step is None else steps
+            return chosen not in current if steps else bool(current)
 
         try:
             return read_current(self.directory, load, was_replaced)
