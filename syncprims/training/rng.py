@@ -44,7 +44,7 @@ def seeded_cpu(generator: torch.Generator) -> CpuStates:
 
 def capture_cpu() -> CpuStates:
     """Return the states of the CPU's generators."""
-    return random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
 
 
 def restore_cpu(states: CpuStates) -> None:

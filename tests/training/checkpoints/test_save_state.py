@@ -358,3 +358,16 @@ def test_who_waits_at_a_save_says_so_and_where(world: Ranks, tmp_path: Path) -> 
     said = world.run(program)[0]
     assert re.search(r"wait in save_state \(\S*test_save_state\.py:\d+\)", said)
     assert "all_gather" not in said
+
+
+def test_another_bit_generator_of_numpy_goes_on(tmp_path: Path, alone: Alone) -> None:
+    def program() -> list[float]:
+        random_numbers: Any = np.random
+        random_numbers.set_bit_generator(np.random.PCG64(3))
+        save_state(tmp_path / "s", {})
+        first = float(np.random.rand())
+        load_state(tmp_path / "s", {})
+        return [first, float(np.random.rand())]
+
+    first, again = alone(program)
+    assert first == again
