@@ -382,7 +382,7 @@ def _read_topology(launcher: Launcher, environ: Mapping[str, str]) -> Topology:
             f"reads these variables"
         )
     node_rank = number(launcher.node_rank)
-    numbers = {
+    numbers: dict[str, int | None] = {
         "rank": rank,
         "world_size": world_size,
         "local_rank": number(launcher.local_rank),
@@ -399,7 +399,9 @@ def _read_topology(launcher: Launcher, environ: Mapping[str, str]) -> Topology:
         numbers |= {field: n for field, n in here.items() if numbers[field] is None}
     _check_numbers(launcher, environ, numbers)
     said = {field: UNKNOWN if n is None else n for field, n in numbers.items()}
-    topology = Topology(**said, launcher=launcher.name)
+    local = said["local_rank"], said["local_world_size"]
+    nodes = said["node_rank"], said["num_nodes"]
+    topology = Topology(rank, world_size, *local, *nodes, launcher.name)
     return topology._replace(run_id=_read_run_id(launcher, environ, topology))
 
 
