@@ -308,20 +308,12 @@ except PeerLost as error:
 """
 
 
-def ways_out(ending: str, thread: bool, scripts: Scripts) -> tuple[str, str]:
-    """Make a child end in some way; return what rank 0 and its child wrote."""
-    source = HEAD.replace("ENDING", ending).replace("THREAD", str(thread))
-    first, *others = scripts.run(source)
-    assert first.code == -signal.SIGKILL, first.err
-    assert [one.out for one in others] == ["lost [0]\n"] * 2, [one.err for one in others]
-    assert not any(scripts.directory.iterdir())
-    return first.out, first.err
-
-
 @pytest.mark.parametrize(
     ("thread", "ending", "code"),
     [
         (False, "os._exit(0)", 0),
+        (False, "sys.exit(0)", 0),
+        (False, "sys.exit(3)", 3),
         (False, "return", 1),  # into the wait, where it is refused: it is no rank
         (False, "raise ValueError('its own')", 1),
         (True, "return", 0),
@@ -331,15 +323,13 @@ def ways_out(ending: str, thread: bool, scripts: Scripts) -> tuple[str, str]:
 def test_however_a_child_ends_its_parent_waits_on(
     thread: bool, ending: str, code: int, scripts: Scripts
 ) -> None:
-    out, err = ways_out(ending, thread, scripts)
-    assert out == f"child's exit code {code}\n"
-    assert ("ForkedProcess" in err) == (code == 1)
-
-
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_child_keeps_its_exit_code(code: int, scripts: Scripts) -> None:
-    out, _ = ways_out(f"sys.exit({code})", False, scripts)
-    assert out == f"child's exit code {code}\n"
+    source = HEAD.replace("ENDING", ending).replace("THREAD", str(thread))
+    first, *others = scripts.run(source)
+    assert first.code == -signal.SIGKILL, first.err
+    assert [one.out for one in others] == ["lost [0]\n"] * 2, [one.err for one in others]
+    assert not any(scripts.directory.iterdir())
+    assert first.out == f"child's exit code {code}\n"
+    assert ("ForkedProcess" in first.err) == (code == 1)
 
 
 def test_a_child_forked_while_another_thread_starts_the_world_is_refused(
