@@ -381,71 +381,64 @@ def _read_topology(launcher: Launcher, environ: Mapping[str, str]) -> Topology:
             f"each pod, and this process is the only one of its pod: start it with torchrun, which "
             f"reads these variables"
         )
-    node_rank, num_nodes = number(launcher.node_rank), number(*launcher.num_nodes)
-    if launcher is _SLURM:
-        local_world_size = _read_tasks_on_node(environ, node_rank)
-    else:
-        local_world_size = number(launcher.local_world_size)
-    local_rank = number(launcher.local_rank)
-    if local_world_size is None and num_nodes == 1:
-        local_world_size = world_size
-    if world_size == 1 or local_world_size == world_size:  # then all ranks share this host
-        local_rank = rank if local_rank is None else local_rank
-        local_world_size = world_size if local_world_size is None else local_world_size
-        node_rank = 0 if node_rank is None else node_rank
-        num_nodes = 1 if num_nodes is None else num_nodes
-    said = rank, world_size, local_rank, local_world_size, node_rank, num_nodes
-    _check_numbers(launcher, environ, *said)
-    local = (_or_unknown(local_rank), _or_unknown(local_world_size))
-    nodes = (_or_unknown(node_rank), _or_unknown(num_nodes))
+    node_rank = number(launcher.node_rank)
+    numbers: dict[str, int | None] = {
+        "rank": rank,
+        "world_size": world_size,
+        "local_rank": number(launcher.local_rank),
+        "local_world_size": _read_tasks_on_node(environ, node_rank)
+        if launcher is _SLURM
+        else number(launcher.local_world_size),
+        "node_rank": node_rank,
+        "num_nodes": number(*launcher.num_nodes),
+    }
+    if numbers["local_world_size"] is None and numbers["num_nodes"] == 1:
+        numbers["local_world_size"] = world_size
+    if world_size == 1 or numbers["local_world_size"] == world_size:  # all ranks share this host
+        here = {"local_rank": rank, "local_world_size": world_size, "node_rank": 0, "num_nodes": 1}
+        numbers |= {field: n for field, n in here.items() if numbers[field] is None}
+    _check_numbers(launcher, environ, numbers)
+    said = {field: UNKNOWN if n is None else n for field, n in numbers.items()}
+    local = said["local_rank"], said["local_world_size"]
+    nodes = said["node_rank"], said["num_nodes"]
     topology = Topology(rank, world_size, *local, *nodes, launcher.name)
     return topology._replace(run_id=_read_run_id(launcher, environ, topology))
 
 
-def _or_unknown(number: int | None) -> int:
-    return UNKNOWN if number is None else number
-
-
 def _check_numbers(
-    launcher: Launcher,
-    environ: Mapping[str, str],
-    rank: int,
-    world_size: int,
-    local_rank: int | None,
-    local_world_size: int | None,
-    node_rank: int | None,
-    num_nodes: int | None,
+    launcher: Launcher, environ: Mapping[str, str], numbers: Mapping[str, int | None]
 ) -> None:
-    """Accept numbers of which each is possible, and which fit together."""
+    """Accept the numbers of a topology of which each is possible, and which fit together."""
 
-    def says(field: str, number: int | None) -> str:
+    def says(field: str) -> str:
         """Return ``RANK=3``; a number that no variable gives has its name in `Topology`."""
         names: str | tuple[str, ...] = getattr(launcher, field)
-        found = [
-            name for name in ((names,) if isinstance(names, str) else names) if name in environ
-        ]
-        return f"{found[0]}={environ[found[0]]}" if found else f"{field}={number}"
+        names = (names,) if isinstance(names, str) else names
+        name = next((name for name in names if name in environ), None)
+        return f"{field}={numbers[field]}" if name is None else f"{name}={environ[name]}"
 
-    for index, i, size, n in (
-        ("rank", rank, "world_size", world_size),
-        ("local_rank", local_rank, "local_world_size", local_world_size),
-        ("node_rank", node_rank, "num_nodes", num_nodes),
+    world_size = numbers["world_size"] or 0
+    for index, size in (
+        ("rank", "world_size"),
+        ("local_rank", "local_world_size"),
+        ("node_rank", "num_nodes"),
     ):
-        size, n = ("world_size", world_size) if n is None else (size, n)
-        if i is not None and not 0 <= i < n:
-            a, b = says(index, i), says(size, n)
+        size = "world_size" if numbers[size] is None else size
+        number, limit = numbers[index], numbers[size] or 0
+        if number is not None and not 0 <= number < limit:
             raise ConfigurationError(
-                f"{launcher.name} says {a} and {b}: {a.partition('=')[0]} must be at least 0 and "
-                f"less than {b.partition('=')[0]}; correct them"
+                f"{launcher.name} says {says(index)} and {says(size)}: "
+                f"{says(index).partition('=')[0]} must be at least 0 and less than "
+                f"{says(size).partition('=')[0]}; correct them"
             )
+    local_world_size, num_nodes = numbers["local_world_size"], numbers["num_nodes"]
     on_one_host = local_world_size == world_size
     if max(local_world_size or 1, num_nodes or 1) > world_size or (
         num_nodes is not None and (num_nodes == 1) != on_one_host
     ):
         raise ConfigurationError(
-            f"{launcher.name} says {says('local_world_size', local_world_size)} and "
-            f"{says('num_nodes', num_nodes)}, which do not fit into "
-            f"{says('world_size', world_size)}; correct them"
+            f"{launcher.name} says {says('local_world_size')} and {says('num_nodes')}, which do "
+            f"not fit into {says('world_size')}; correct them"
         )
 
 

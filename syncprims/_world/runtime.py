@@ -88,8 +88,7 @@ class _State:
         self.aside: World | None = None  # the process's world, while threads are ranks
         self.thread_worlds = 0  # how many worlds of such ranks there are
         self.provided = False  # a test has started the world: what `init` asks for is ignored
-        self.warned = False  # that this world may be smaller than meant
-        self.checked_names = False  # of variables
+        self.checked_variables = False  # for likely mistakes
         self.kept: dict[Any, Any] = {}  # what lasts longer than a world, by what it is
         # Torch's, that was last compared with the world. To keep it would keep its connections.
         self.process_group: Callable[[], Any] = _no_group
@@ -143,7 +142,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
             call = describe_call()
             # In a test, the library calls `init`, in a call that is no part of the world.
             own = call if call.startswith("init ") else ""
-            return _start(state, backend, limit, first_call=own)
+            settings = _make_settings(state.environ, limit, first_call=own)
+            return _start(state, backend, settings)
         if not state.provided:
             _check_process_group(state)
             _check_same(running, backend, limit)
@@ -175,7 +175,11 @@ def current(timeout: float | timedelta | None = None) -> World:
     with state.starting:
         # Another thread may have been first: so the state is read again.
         running = _get_state().running
-        return running or _start(state, None, None, seconds(timeout), describe_call())
+        if running is not None:
+            return running
+        limit = seconds(timeout)
+        settings = _make_settings(state.environ, join_within=limit, first_call=describe_call())
+        return _start(state, None, settings)
 
 
 def shutdown() -> None:
@@ -460,13 +464,7 @@ def _check_same(running: World, backend: str | None, timeout: float | None) -> N
         )
 
 
-def _start(
-    state: _State,
-    backend: str | None,
-    timeout: float | None,
-    join_within: float | None = None,
-    first_call: str = "",
-) -> World:
+def _start(state: _State, backend: str | None, settings: Settings) -> World:
     if state.is_starting:
         raise ConcurrentCall(
             f"a signal handler calls {describe_call()}, and it has interrupted the start of the "
@@ -474,21 +472,14 @@ def _start(
         )
     state.is_starting = True
     try:
-        return _start_once(state, backend, timeout, join_within, first_call)
+        return _start_once(state, backend, settings)
     finally:
         state.is_starting = False
 
 
-def _start_once(
-    state: _State,
-    backend: str | None,
-    timeout: float | None,
-    join_within: float | None,
-    first_call: str,
-) -> World:
+def _start_once(state: _State, backend: str | None, settings: Settings) -> World:
     _check_is_rank(state)
     environ = state.environ
-    settings = _make_settings(environ, timeout, join_within)._replace(first_call=first_call)
     if state is _state:
         _open_standard_streams()
         _exit_hooks.install(brief=settings.error_file is not None)
@@ -499,12 +490,10 @@ def _start_once(
     topology = choice.topology
     if settings.store is None:
         settings = settings._replace(store=derive_store(environ, topology))
-    _warn_of_misspelt(state, topology)
+    _warn_of_variables(state, topology)
     made = state.make(choice.load(), topology, settings)
     try:
         world = World(made, choice.backend, settings, topology, extras=state.extras, end=_end_block)
-        if state is _state:
-            _warn_of_half_a_world(state, topology)
         state.world, state.ended, state.topology = world, None, topology
         join_world(world)
         state.topology, state.in_vain = world.topology, ""
@@ -517,7 +506,7 @@ def _start_once(
             state.ended = state.topology = None
         else:
             _fail(state, error)
-            state.in_vain = first_call or "init"
+            state.in_vain = settings.first_call or "init"
         if state is _state:
             # What is raised here is shown as the errors of a running world are.
             _exit_hooks.install(brief=settings.error_file is not None)
@@ -526,10 +515,13 @@ def _start_once(
 
 
 def _make_settings(
-    environ: Mapping[str, str], timeout: float | None, join_within: float | None
+    environ: Mapping[str, str],
+    timeout: float | None = None,
+    join_within: float | None = None,
+    first_call: str = "",
 ) -> Settings:
     """Return the settings by the variables and the arguments of the call that starts the world."""
-    settings = read_settings(environ)
+    settings = read_settings(environ)._replace(first_call=first_call)
     if join_within is not None:
         settings = settings._replace(join_timeout=min(join_within, settings.join_timeout))
     if timeout is None:
@@ -552,34 +544,33 @@ def _open_standard_streams() -> None:
     os.close(fd)
 
 
-def _warn_of_misspelt(state: _State, topology: Topology) -> None:
-    """Log once, on one rank of each node, which variables with our prefix are never read."""
-    if state is not _state or state.checked_names or topology.local_rank:
-        return
-    state.checked_names = True
-    for name, nearest in find_misspelt(state.environ).items():
-        import logging  # slow to import
+def _warn_of_variables(state: _State, topology: Topology) -> None:
+    """Log once, on one rank of each node, which variables are likely mistakes.
 
+    Those are variables with our prefix that are never read, and variables that say that there
+    should be more ranks than this one.
+    """
+    if state is not _state or state.checked_variables or topology.local_rank:
+        return
+    state.checked_variables = True
+    warnings: list[str] = []
+    for name, nearest in find_misspelt(state.environ).items():
         hint = f": did you mean {nearest}?" if nearest else "."
-        logging.getLogger("syncprims").warning(
+        warnings.append(
             f"{name} is set, and nothing reads it{hint} `syncprims env` lists the variables that "
             f"are read"
         )
-
-
-def _warn_of_half_a_world(state: _State, topology: Topology) -> None:
-    """Log once if variables say that there should be more ranks than this one."""
-    if topology.world_size > 1 or state.warned:
-        return
-    missing = find_half_world(state.environ, topology)
+    missing = find_half_world(state.environ, topology) if topology.world_size == 1 else ""
     if missing:
-        import logging  # slow to import
-
-        state.warned = True
-        logging.getLogger("syncprims").warning(
+        warnings.append(
             f"this is a world of one: {missing}. If it is meant to be alone, set "
             f"SYNCPRIMS_LAUNCHER=none"
         )
+    if warnings:
+        import logging  # slow to import
+
+        for warning in warnings:
+            logging.getLogger("syncprims").warning(warning)
 
 
 def _fail(state: _State, error: BaseException) -> None:

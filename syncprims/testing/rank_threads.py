@@ -84,10 +84,7 @@ threads_belong_to_ranks = _Replacement()
 
 def _start_in_rank(self: threading.Thread) -> None:
     threads = rank_threads.get()
-    is_ours = self.name.startswith("syncprims-")  # it makes no call
-    if threads is not None and not (is_ours and self.daemon):
-        threads.started.add(self)  # as Python does, a rank waits for it at its end
-    if threads is not None and not is_ours:
+    if threads is not None:
         context, run = contextvars.copy_context(), self.run
 
         def run_in_rank() -> None:
@@ -95,6 +92,7 @@ def _start_in_rank(self: threading.Thread) -> None:
             threads.run(lambda: context.run(run))
 
         self.run = run_in_rank  # type: ignore[method-assign]
+        threads.started.add(self)
     _start(self)
 
 

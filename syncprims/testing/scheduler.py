@@ -26,6 +26,7 @@ to occur is found by one schedule with a probability of at least
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import math
 import random
 import re
@@ -304,7 +305,8 @@ class Scheduler:
             self.pass_on()
             return
         # This thread must not wait here: others may wait for what it does next.
-        threading.Thread(target=self.pass_on, name=_HELPER, daemon=True).start()
+        helper = threading.Thread(target=self.pass_on, name=_HELPER, daemon=True)
+        contextvars.Context().run(helper.start)  # it is no rank's
 
     def _give_up(self, turn: _Turn) -> bool:
         """Take the turn from this thread; return whether it had it and must pass it on."""
@@ -323,12 +325,11 @@ class Scheduler:
         outside = [turn for turn in self._turns if turn.own and not turn.waits and not turn.done]
         if any(self._idents.get(turn.rank) in {None, *may_call} for turn in outside):
             return "rank"
-        # Another thread may let a rank leave, also one of the library that makes no call.
-        going_on = busy_threads() - waiting_threads()
-        if any(self._find_left(rank, going_on) for rank in self._leaving):
-            return "helper"
+        goes_on = busy_threads() - waiting_threads()
+        if any(self._find_left(rank, goes_on) for rank in self._leaving):
+            return "helper"  # it may end, and let the rank leave
         if self._enter_rank is not None and not outside:
-            return ""  # another thread may make a call only for a rank that waits for it
+            return ""  # else a thread may make a call only for a rank that waits for it
         callers = {thread: turn.waits for (_, thread), turn in self._by_thread.items()}
         for thread in threading.enumerate():
             if thread not in callers and all(thread not in of.started for of in self.threads):

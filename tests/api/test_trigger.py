@@ -157,12 +157,14 @@ print(check_trigger())
     assert [one.out for one in ended] == ["True\nFalse\n"] * 3, [one.err for one in ended]
 
 
-def test_a_thread_that_is_no_rank_sets_no_trigger() -> None:
-    def program() -> None:
-        with ThreadPoolExecutor(1) as pool, pytest.raises(sp.ConfigurationError):
-            pool.submit(sp.set_trigger).result()
+def test_a_thread_of_a_rank_sets_the_worlds_own_trigger() -> None:
+    def program() -> bool:
+        with ThreadPoolExecutor(1) as pool:
+            if sp.is_last():
+                pool.submit(sp.set_trigger).result()
+        return sp.check_trigger()
 
-    run_world(program, 2)
+    assert run_world(program, 2) == [True, True]
 
 
 #: Sends this process a signal while it loads the backend, and calls init().

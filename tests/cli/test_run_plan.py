@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from syncprims import BackendUnavailable, ConfigurationError
 from syncprims.cli import accelerate_config, config, parser
-from syncprims.cli.options import BY_KEY, OPTIONS, Options, values_of
+from syncprims.cli.options import OPTIONS, Options, values_of
 from syncprims.cli.plan import LaunchPlan, launch_environment, merge, plan_launch
 
 
@@ -385,19 +384,6 @@ def test_accelerates_own_file_is_read_as_far_as_it_maps(tmp_path: Path) -> None:
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\n")
     made = plan("train.py", file=config.read(str(path)))
     assert made.variables["SYNCPRIMS_BACKEND"] == "nccl"
-
-
-def test_every_option_is_a_field() -> None:
-    assert set(BY_KEY) == {field.name for field in fields(Options)}
-    assert len(BY_KEY) == len(OPTIONS)
-
-
-# -- limits -------------------------------------------------------------------------------------
-
-
-def test_restarts_are_planned() -> None:
-    assert plan("-n", "2", "--max-restarts", "3", "x").max_restarts == 3
-    assert plan("-n", "2", "x").max_restarts == 0
 
 
 @pytest.mark.parametrize(

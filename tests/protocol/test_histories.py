@@ -1,4 +1,4 @@
-"""Random programs with random faults keep every promise, and the checker finds violations."""
+"""Random programs with random faults keep every promise."""
 
 from __future__ import annotations
 

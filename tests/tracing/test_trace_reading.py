@@ -95,28 +95,25 @@ def test_waiting_is_laid_on_who_came_last(planted: Planted) -> None:
     assert {one.end for one in found.summaries} == {"well"}
 
 
-def test_without_a_straggler_none_is_named(plant: Plant) -> None:
+@pytest.mark.parametrize(
+    ("late", "stragglers", "conclusion"),
+    [
+        ([0, 1, 2, 3], [], "No rank is the straggler: ranks waited 24 s for each other"),
+        ([1, 3, 1, 3], [1, 3], "Ranks 1 and 3 are the stragglers"),
+    ],
+)
+def test_up_to_half_of_the_ranks_may_be_stragglers(
+    late: list[int], stragglers: list[int], conclusion: str, plant: Plant
+) -> None:
     run = plant(4)
     for step in range(8):
         arrivals = [AT + 2 * step * SECOND] * 4
-        arrivals[step % 4] += SECOND
+        arrivals[late[step % 4]] += SECOND
         run.round(step + 1, arrivals)
     run.leave(AT + 20 * SECOND)
     found = analysis_of(run)
-    assert found.stragglers == []
-    assert found.conclusion.startswith("No rank is the straggler: ranks waited 24 s for each other")
-
-
-def test_half_of_the_ranks_may_be_stragglers(plant: Plant) -> None:
-    run = plant(4)
-    for step in range(8):
-        arrivals = [AT + 2 * step * SECOND] * 4
-        arrivals[1 + 2 * (step % 2)] += SECOND
-        run.round(step + 1, arrivals)
-    run.leave(AT + 20 * SECOND)
-    found = analysis_of(run)
-    assert found.stragglers == [1, 3]
-    assert found.conclusion.startswith("Ranks 1 and 3 are the stragglers")
+    assert found.stragglers == stragglers
+    assert found.conclusion.startswith(conclusion)
 
 
 def test_a_rank_that_never_comes_is_to_blame(plant: Plant) -> None:

@@ -36,12 +36,57 @@ def others(scripts: Scripts, ending: str, *, clears: bool = True) -> list[str]:
     return [ended[0].out, ended[2].out]
 
 
-def test_an_uncaught_exception_reaches_the_others(scripts: Scripts) -> None:
-    for out in others(scripts, "    raise ValueError('bad shard')\n"):
-        assert out.startswith("PeerFailed 1 [1]")
-        assert "ValueError: bad shard" in out
-        assert "raise ValueError('bad shard')" in out
-        assert "while others wait in barrier 'load' (script.py:" in out
+#: How rank 1 ends, the error of the others, and what it says.
+ENDINGS = {
+    "an exception": (
+        "raise ValueError('bad shard')",
+        "PeerFailed",
+        ["ValueError: bad shard", "raise ValueError('bad shard')", "in barrier 'load' (script.py:"],
+    ),
+    "another excepthook": (
+        "sys.excepthook = lambda *what: print('its own report')\n    raise ValueError('bad shard')",
+        "PeerFailed",
+        ["ValueError: bad shard", "raise ValueError('bad shard')"],
+    ),
+    "an exit code": ("sys.exit(3)", "PeerFailed", ["SystemExit: 3"]),
+    "an exit message": ("sys.exit('no config')", "PeerFailed", ["SystemExit: 1"]),
+    "an interrupt": ("raise KeyboardInterrupt", "PeerFailed", ["KeyboardInterrupt"]),
+    "exit code 0": ("sys.exit(0)", "PeerLost", ["rank 1 finished without a call"]),
+    "exit without a code": ("raise SystemExit", "PeerLost", ["rank 1 finished without a call"]),
+    "an old exception": (
+        (
+            "import code, contextlib, io\n"
+            "    with contextlib.redirect_stderr(io.StringIO()):\n"
+            "        code.InteractiveInterpreter().runsource('1/0')\n"
+            "    sys.exit(0)"
+        ),
+        "PeerLost",
+        ["finished without a call"],
+    ),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "PeerLost", ["killed by SIGKILL"]),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", "PeerLost", ["killed by SIGTERM"]),
+    "SIGSEGV": ("os.kill(os.getpid(), signal.SIGSEGV)", "PeerLost", ["killed by SIGSEGV"]),
+    "no hook runs": ("os._exit(7)", "PeerLost", ["exit code 7"]),
+    "a forked child with all descriptors lives on": (
+        (
+            "if os.fork() == 0:\n"
+            "        time.sleep(1.5)\n"
+            "        os._exit(0)\n"
+            "    os.kill(os.getpid(), 9)"
+        ),
+        "PeerLost",
+        ["killed by SIGKILL"],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_how_a_rank_ends_reaches_the_others(scripts: Scripts, how: str) -> None:
+    ending, error, words = ENDINGS[how]
+    for out in others(scripts, f"    {ending}\n"):
+        assert out.startswith(f"{error} 1 [1]")
+        for word in words:
+            assert word in out
 
 
 def test_the_failing_rank_keeps_its_own_traceback(scripts: Scripts) -> None:
@@ -50,14 +95,6 @@ def test_the_failing_rank_keeps_its_own_traceback(scripts: Scripts) -> None:
     assert ended[1].err.rstrip().endswith("ValueError: bad shard")
     assert "PeerFailed" not in ended[1].err
     assert "PeerFailed" in ended[0].err
-
-
-@pytest.mark.parametrize("ending", ["raise SystemExit(3)", "sys.exit(3)", "sys.exit('no config')"])
-def test_a_nonzero_exit_is_a_failure(scripts: Scripts, ending: str) -> None:
-    code = 3 if "3" in ending else 1
-    for out in others(scripts, f"    {ending}\n"):
-        assert out.startswith("PeerFailed 1 [1]")
-        assert f"SystemExit: {code}" in out
 
 
 def test_a_nonzero_exit_is_named_where_seats_and_ranks_differ(meeting_place: Path) -> None:
@@ -74,44 +111,7 @@ def test_a_nonzero_exit_is_named_where_seats_and_ranks_differ(meeting_place: Pat
     assert [outcomes[rank] for rank in (0, 1, 3)] == ["SystemExit: 3"] * 3
 
 
-@pytest.mark.parametrize("ending", ["sys.exit(0)", "sys.exit()", "raise SystemExit"])
-def test_a_zero_exit_is_finishing(scripts: Scripts, ending: str) -> None:
-    for out in others(scripts, f"    {ending}\n"):
-        assert out.startswith("PeerLost 1 [1]")
-        assert "rank 1 finished without a call" in out
-
-
-def test_keyboard_interrupt_is_a_failure(scripts: Scripts) -> None:
-    for out in others(scripts, "    raise KeyboardInterrupt\n"):
-        assert out.startswith("PeerFailed 1 [1]")
-        assert "KeyboardInterrupt" in out
-
-
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGSEGV"])
-def test_a_signal_is_named(scripts: Scripts, name: str) -> None:
-    for out in others(scripts, f"    os.kill(os.getpid(), signal.{name})\n"):
-        assert out.startswith("PeerLost 1 [1]")
-        assert f"killed by {name}" in out
-
-
-def test_an_exit_without_a_word_is_named(scripts: Scripts) -> None:
-    for out in others(scripts, "    os._exit(7)\n"):
-        assert out.startswith("PeerLost 1 [1]")
-        assert "exit code 7" in out
-
-
-def test_a_forked_child_that_lives_on_does_not_hide_the_death(scripts: Scripts) -> None:
-    ending = """
-    if os.fork() == 0:
-        time.sleep(1.5)  # it lives on, with every descriptor it inherited
-        os._exit(0)
-    os.kill(os.getpid(), 9)
-"""
-    for out in others(scripts, ending):
-        assert out.startswith("PeerLost 1 [1]")
-
-
-def test_a_child_of_a_raw_fork_does_not_hide_it_either(scripts: Scripts) -> None:
+def test_a_child_of_a_raw_fork_does_not_hide_the_death(scripts: Scripts) -> None:
     ending = """
     import ctypes
     if ctypes.CDLL(None).fork() == 0:  # no at-fork hook of Python runs
@@ -307,17 +307,6 @@ if __name__ == "__main__":
     assert not any(meet.iterdir())
 
 
-def test_a_replaced_excepthook_loses_nothing(scripts: Scripts) -> None:
-    ending = """
-    sys.excepthook = lambda *what: print("somebody's own report")
-    raise ValueError("bad shard")
-"""
-    for out in others(scripts, ending):
-        assert out.startswith("PeerFailed 1 [1]")
-        assert "ValueError: bad shard" in out
-        assert 'raise ValueError("bad shard")' in out
-
-
 def test_a_zero_exit_out_of_the_block_is_finishing(scripts: Scripts) -> None:
     ended = scripts.run(
         """
@@ -429,15 +418,3 @@ def test_a_coroutines_call_site_is_the_users(scripts: Scripts) -> None:
         assert "asyncio" not in one.out
         assert "events.py" not in one.out
         assert "rank 0: on_main 'load' from rank 0 (script.py:" in one.out
-
-
-def test_an_old_exception_is_not_this_ends_reason(scripts: Scripts) -> None:
-    ending = """
-    import code, contextlib, io
-    with contextlib.redirect_stderr(io.StringIO()):
-        code.InteractiveInterpreter().runsource("1/0")
-    sys.exit(0)
-"""
-    for out in others(scripts, ending):
-        assert out.startswith("PeerLost 1 [1]")
-        assert "finished without a call" in out
