@@ -153,7 +153,8 @@ def library_of(obj: Any) -> str | None:
     if numpy is not None and type(obj) in (numpy.ndarray, numpy.memmap):
         return "numpy"
     torch = sys.modules.get("torch")
-    return "torch" if torch is not None and type(obj) is torch.Tensor else None
+    is_tensor = torch is not None and type(obj) is torch.Tensor and not obj.is_nested
+    return "torch" if is_tensor else None
 
 
 def spec_of(obj: Any) -> Spec | None:
@@ -166,7 +167,7 @@ def spec_of(obj: Any) -> Spec | None:
         return Spec("numpy", obj.dtype.str, obj.shape)
     if library == "torch":
         torch: Any = sys.modules["torch"]
-        if obj.layout is not torch.strided or obj.is_quantized or obj.device.type == "meta":
+        if obj.layout is not torch.strided or obj.is_quantized or obj.is_meta:
             return None
         dtype, shape = str(obj.dtype)[6:], tuple(obj.shape)
         return Spec("torch", dtype, shape, obj.requires_grad, obj.device.type)

@@ -11,7 +11,7 @@ import struct
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from syncprims._protocol.threads import is_from_signal_handler
-from syncprims.errors import EncodingError
+from syncprims.errors import TORN, EncodingError
 
 from .arrays import Spec, flat, is_dict, is_list_or_tuple, on_host, own_device, raw, spec_of
 from .limits import LARGE
@@ -224,7 +224,7 @@ def _pickled(obj: object, allow_pickle: bool) -> bytes:
     try:
         return _sized(b"P", pickling.dumps(obj))
     except Exception as error:  # pickle calls the object's own methods: they may raise anything
-        if is_from_signal_handler(error):
+        if is_from_signal_handler(error) or isinstance(error, TORN):  # a collective in a method
             raise
         raise _Refused from error
 

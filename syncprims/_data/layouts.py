@@ -53,7 +53,10 @@ def key_of(value: object) -> Hashable:
     kind = type(value)
     of_kind = _KEYS.get(kind)
     if of_kind is not None:
-        return of_kind(value)
+        try:
+            return of_kind(value)
+        except RuntimeError:  # a nested tensor has no shape
+            return None
     library = library_of(value)
     if _is_number(kind):
         _KEYS[kind] = type

@@ -103,6 +103,8 @@ def _check_array(array: Any, where: str) -> None:
 
 
 def _check_tensor(tensor: Any, op: str, where: str) -> None:
+    if tensor.is_nested:
+        raise TypeError(f"{where} is a nested tensor; all_reduce takes its parts: unbind()")
     if not is_computable(tensor.dtype):
         raise TypeError(
             f"{where} is a tensor of {tensor.dtype}, which torch does not compute with; convert it"

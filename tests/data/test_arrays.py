@@ -305,6 +305,31 @@ def test_an_object_that_cannot_be_made_here_is_a_shared_failure(meeting_place: P
     assert outcomes == ["PeerFailed 3", "EncodingError 3", "EncodingError 3"]
 
 
+class Calling:
+    def __reduce__(self) -> Any:
+        sp.barrier("inside")
+        return int, ()
+
+
+@several()
+@pytest.mark.parametrize("call", ["broadcast", "all_gather"])
+def test_a_collective_in_a_method_that_encodes_is_one_error_on_all(world: Ranks, call: str) -> None:
+    outcomes = world.outcomes(lambda: getattr(sp, call)(Calling() if sp.is_main() else None))
+    assert [type(outcome) for outcome in outcomes] == [sp.CollectiveMismatch] * world.ranks
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_travel_and_are_not_reduced(world: Ranks) -> None:
+    def program() -> None:
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
+        for value in sp.broadcast(nested), sp.all_gather({"n": nested, "w": nested[0]})[-1]["n"]:
+            assert [part.tolist() for part in value.unbind()] == [[1, 1], [0, 0, 0]]
+        with pytest.raises(TypeError, match="nested tensor"):
+            sp.all_reduce(nested)
+
+    world.run(program)
+
+
 @pytest.mark.parametrize("call", ["broadcast", "all_reduce"])
 def test_a_death_between_the_pieces_is_told(meeting_place: Path, call: str) -> None:
     def program() -> Any:

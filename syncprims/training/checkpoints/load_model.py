@@ -121,16 +121,22 @@ def _open_current(
 
     found: tuple[str, object] = "", None
 
+    readable = True
+
     def open_all() -> dict[str, Stored]:
-        nonlocal found
+        nonlocal found, readable
         found = "", None
-        found = find()
+        try:
+            found = find()
+        except CheckpointError as error:
+            readable = error.errno is None  # else the disk fails, and nobody has replaced anything
+            raise
         with contextlib.ExitStack() as opened:
             weights = _open_weights(found[0], opened, follow, check)
             files.push(opened.pop_all())
         return weights
 
-    return read_current(path, open_all, lambda: find() != found)
+    return read_current(path, open_all, lambda: readable and find() != found)
 
 
 def _open_weights(
