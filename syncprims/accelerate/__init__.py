@@ -39,7 +39,7 @@ __version__ = "1.15.0"
 
 
 def __getattr__(name: str) -> Any:
-    raise _not_offered(__name__, name)
+    return _not_offered(__name__, name)
 
 
 def _add_modules(parent: ModuleType, modules: dict[str, ModuleType]) -> None:
@@ -58,12 +58,11 @@ _add_modules(
         "scheduler": accelerator,
     },
 )
+_OF_UTILS = "constants environment imports memory operations other random versions".split()
 _add_modules(
     utils,
     {
         "dataclasses": configuration,
-        **dict.fromkeys(
-            ("environment", "imports", "memory", "operations", "other", "random", "versions"), utils
-        ),
+        **dict.fromkeys(_OF_UTILS, utils),
     },
 )

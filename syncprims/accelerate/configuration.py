@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from .state import DistributedType as DistributedType
 
@@ -35,6 +35,9 @@ _INSTEAD = {
     "pippy": "use torch.distributed.pipelining",
     "profile": "use torch.profiler.profile() itself",
     "localsgd": "step in no_sync(model), and all_reduce() the parameters every few steps",
+    "skipdataloader": "call skip_first_batches(loader, count)",
+    "shard dataloaderdispatcher": "prepare() the loader: each rank then gets its part",
+    "setmoduletensor": _DEVICE_MAP,
     "rngtypes": "call synchronize_rng_states() where ranks are to draw the same numbers",
     "keepinfp32": "cast parts of the model first, without dtype=: each keeps its own",
     "fullstatedict": "leave it out: tensors spread over ranks are cut from whole ones",
@@ -48,12 +51,30 @@ def _instead_of(name: str) -> str:
     return next(ways, "")
 
 
-def not_offered(module: str, name: str) -> Exception:
-    """Return the error for a name of Accelerate's that is not here: it says what to do instead."""
-    instead = "" if name.startswith("__") else _instead_of(name)
-    if not instead:
-        return AttributeError(f"module {module!r} has no attribute {name!r}")
-    return ImportError(f"{module}.{name} is not offered; instead: {instead}")
+class _NotOffered(type):
+    """Makes a class that can be imported and asked about, but neither called nor read."""
+
+    def __call__(cls, *_: object, **__: object) -> NoReturn:
+        raise NotImplementedError(
+            f"{cls.__module__}.{cls.__name__} is not offered; instead: {_instead_of(cls.__name__)}"
+        )
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(f"{cls.__name__} has no attribute {name!r}")
+        cls()
+
+
+def not_offered(module: str, name: str) -> type:
+    """Return what stands for a name of Accelerate's that is not here: its use is an error.
+
+    Programs import such names at their top, and use them only where the user asks for it.
+
+    :raises AttributeError: if Accelerate has no such name, as far as is known here.
+    """
+    if name.startswith("__") or not _instead_of(name):
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return _NotOffered(name, (), {"__module__": module})
 
 
 def check_fixed(fixed: Any, value: Any, call: str, instead: str) -> None:

@@ -275,4 +275,4 @@ class Tracking:
 
 
 def __getattr__(name: str) -> Any:
-    raise _not_offered(__name__, name)
+    return _not_offered(__name__, name)

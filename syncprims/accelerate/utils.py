@@ -20,6 +20,7 @@ from syncprims.training import gathering as _gathering
 from syncprims.training import rank_device, unwrap_model
 from syncprims.training import set_seed as set_seed
 from syncprims.training.checkpoints import save_object
+from syncprims.training.checkpoints.save_model import FIRST_FILES as _FIRST_FILES
 from syncprims.training.gathering import broadcast as broadcast
 from syncprims.training.gathering import pad_across_processes as pad_across_processes
 from syncprims.training.pytree import batch_length, map_tensors, tensors_of
@@ -120,6 +121,9 @@ def listify(data: Any) -> Any:
 
 # -- what is installed, and what the device can do ------------------------------------------------
 
+#: The files of a model, in the order in which they are looked for.
+SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME = _FIRST_FILES
+
 #: Packages that do not run here, installed or not; questions about others ask for the package.
 _NEVER = {
     "deepspeed", "megatron_lm", "torch_xla", "transformer_engine", "msamp", "fp8", "npu", "mlu",
@@ -141,7 +145,7 @@ _ANSWERS: dict[str, Callable[[], bool]] = {
 
 def __getattr__(name: str) -> Any:
     if not (name.startswith("is_") and name.endswith("_available")):
-        raise _not_offered(__name__, name)
+        return _not_offered(__name__, name)
     topic = name.removeprefix("is_").removesuffix("_available")
     package = _PACKAGES.get(topic, topic)
     answer = _ANSWERS.get(topic) or (lambda: topic not in _NEVER and find_spec(package) is not None)
