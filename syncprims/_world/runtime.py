@@ -88,7 +88,7 @@ class _State:
         self.aside: World | None = None  # the process's world, while threads are ranks
         self.thread_worlds = 0  # how many worlds of such ranks there are
         self.provided = False  # a test has started the world: what `init` asks for is ignored
-        self.checked_variables = False  # for likely mistakes
+        self.warnings: set[str] = set()  # of likely mistakes, each logged once
         self.kept: dict[Any, Any] = {}  # what lasts longer than a world, by what it is
         # Torch's, that was last compared with the world. To keep it would keep its connections.
         self.process_group: Callable[[], Any] = _no_group
@@ -550,9 +550,8 @@ def _warn_of_variables(state: _State, topology: Topology) -> None:
     Those are variables with our prefix that are never read, and variables that say that there
     should be more ranks than this one.
     """
-    if state is not _state or state.checked_variables or topology.local_rank:
+    if state is not _state or topology.local_rank:
         return
-    state.checked_variables = True
     warnings: list[str] = []
     for name, nearest in find_misspelt(state.environ).items():
         hint = f": did you mean {nearest}?" if nearest else "."
@@ -566,10 +565,11 @@ def _warn_of_variables(state: _State, topology: Topology) -> None:
             f"this is a world of one: {missing}. If it is meant to be alone, set "
             f"SYNCPRIMS_LAUNCHER=none"
         )
-    if warnings:
-        import logging  # slow to import
+    for warning in warnings:
+        if warning not in state.warnings:
+            import logging  # slow to import
 
-        for warning in warnings:
+            state.warnings.add(warning)
             logging.getLogger("syncprims").warning(warning)
 
 

@@ -58,7 +58,9 @@ _add_modules(
         "scheduler": accelerator,
     },
 )
-_OF_UTILS = "constants environment imports memory operations other random versions".split()
+_OF_UTILS = [
+    "constants", "environment", "imports", "memory", "operations", "other", "random", "versions",
+]  # fmt: skip
 _add_modules(
     utils,
     {
