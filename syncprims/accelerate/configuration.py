@@ -55,14 +55,17 @@ class _NotOffered(type):
     """Makes a class that can be imported and asked about, but neither called nor read."""
 
     def __call__(cls, *_: object, **__: object) -> NoReturn:
-        raise NotImplementedError(
-            f"{cls.__module__}.{cls.__name__} is not offered; instead: {_instead_of(cls.__name__)}"
-        )
+        cls._refuse()
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(f"{cls.__name__} has no attribute {name!r}")
-        cls()
+        cls._refuse()
+
+    def _refuse(cls) -> NoReturn:
+        raise NotImplementedError(
+            f"{cls.__module__}.{cls.__name__} is not offered; instead: {_instead_of(cls.__name__)}"
+        )
 
 
 def not_offered(module: str, name: str) -> type:
