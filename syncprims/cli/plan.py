@@ -39,13 +39,32 @@ class LaunchPlan(NamedTuple):
 def merge(flags: Mapping[str, Any], file: Mapping[str, Any]) -> Options:
     """Return the options of a run; flags override the file.
 
-    So do other names of the same thing: ``--num-processes`` overrides the file's ``ranks``.
+    So do other names of the same thing: ``--num-processes`` overrides the file's ``ranks``. Those
+    of accelerate are translated into ours.
+
+    :raises ConfigurationError: if two names of the same thing contradict each other.
     """
     hidden = set[str]().union(*(keys for keys in _EXCLUSIVE if keys & flags.keys()))
     if "script" in flags:
         hidden |= {"args", "module"}  # they belong to the file's script
-    kept = {key: value for key, value in file.items() if key not in hidden}
-    return Options(**{**kept, **flags})
+    values = {**{key: value for key, value in file.items() if key not in hidden}, **flags}
+    if values.pop("multi_gpu", False):
+        values.setdefault("gpus", ("all",))
+    if total := values.pop("num_processes", None):
+        each, rest = divmod(total, nodes := values.get("nodes", 1))
+        if rest:
+            raise ConfigurationError(
+                f"--num_processes {total} counts the ranks of all nodes, and cannot be shared out "
+                f"evenly to {nodes}; --ranks N counts those of each node"
+            )
+        if (ranks := values.setdefault("ranks", each)) != each:
+            total_flag = f"--num_processes {total} (on all {nodes})"
+            raise _contradiction(f"--ranks {ranks} (on each node)", total_flag)
+    ip, port = values.pop("main_process_ip", None), values.pop("main_process_port", None)
+    if ip and values.setdefault("rendezvous", (ip, port or _DEFAULT_PORT))[0] != ip:
+        address = plain_value("rendezvous", values["rendezvous"])
+        raise _contradiction(f"--rendezvous {address}", f"--main_process_ip {ip}")
+    return Options(**values)
 
 
 def plan_launch(
@@ -60,15 +79,15 @@ def plan_launch(
         raise ConfigurationError(
             "nothing to run: name a script, as in `syncprims run -n 4 train.py`, or -m and a module"
         )
-    gpus = options.gpus or (("all",) if options.multi_gpu else None)
+    gpus = options.gpus
     if gpus == ("all",) and devices == 0:
         raise ConfigurationError(
             "--gpus all: no CUDA device is visible on this machine; install its driver, correct "
             "CUDA_VISIBLE_DEVICES, or start the ranks without --gpus"
         )
-    ranks, nodes = _size(options, gpus)
+    ranks, nodes = _size(options)
     variables = _settings(options, environ)
-    variables["SYNCPRIMS_BACKEND"] = _backend(options, environ, ranks, nodes, gpus)
+    variables["SYNCPRIMS_BACKEND"] = _backend(options, environ, ranks, nodes)
     if options.cpu:
         variables["CUDA_VISIBLE_DEVICES"] = ""
     if gpus is not None:
@@ -102,31 +121,17 @@ def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str
 # -- one decision each -------------------------------------------------------------------------
 
 
-def _size(options: Options, gpus: tuple[str, ...] | None) -> tuple[int, int]:
+def _size(options: Options) -> tuple[int, int]:
     """Return the number of ranks on each node, and the number of nodes."""
-    nodes = options.nodes or 1
     ranks = options.ranks
-    if options.num_processes is not None:
-        each, rest = divmod(options.num_processes, nodes)
-        if rest:
-            raise ConfigurationError(
-                f"--num_processes {options.num_processes} counts the ranks of all nodes, and "
-                f"cannot be shared out evenly to {nodes}; --ranks N counts those of each node"
-            )
-        if ranks not in (None, each):
-            raise _contradiction(
-                f"--ranks {ranks} (on each node)",
-                f"--num_processes {options.num_processes} (on all {nodes})",
-            )
-        ranks = each
-    if ranks is None and gpus not in (None, ("all",)):
-        ranks = len(gpus or ())
+    if ranks is None and options.gpus not in (None, ("all",)):
+        ranks = len(options.gpus or ())
     if ranks is None:
         raise ConfigurationError(
             "the number of ranks is missing: give -n before the script, as in `syncprims run -n 4 "
             "train.py`. What follows the script belongs to the script"
         )
-    return ranks, nodes
+    return ranks, options.nodes or 1
 
 
 def _settings(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
@@ -176,15 +181,9 @@ def _devices(
     return {} if gpus == ("all",) else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
-def _backend(
-    options: Options,
-    environ: Mapping[str, str],
-    ranks: int,
-    nodes: int,
-    gpus: tuple[str, ...] | None,
-) -> str:
+def _backend(options: Options, environ: Mapping[str, str], ranks: int, nodes: int) -> str:
     default = "file" if nodes == 1 else "torch"
-    if gpus is not None:
+    if options.gpus is not None:
         default = "nccl"  # backend torch would silently work without devices
     name = options.backend or environ.get("SYNCPRIMS_BACKEND") or default
     # Checked here, so that the error comes once and not from every rank.
@@ -210,17 +209,12 @@ def _backend(
 
 def _torchrun(options: Options, ranks: int, nodes: int, environ: Mapping[str, str]) -> list[str]:
     """Return the command that starts torchrun, up to the script."""
-    host, port = options.rendezvous or (
-        options.main_process_ip, options.main_process_port or _DEFAULT_PORT
-    )  # fmt: skip
-    if host is None:
+    if options.rendezvous is None:
         raise ConfigurationError(
             f"{nodes} nodes have to meet: say where with --rendezvous HOST:PORT, an address of "
             f"node 0 and a free port there, the same on every node"
         )
-    if options.main_process_ip not in (None, host):
-        ip = f"--main_process_ip {options.main_process_ip}"
-        raise _contradiction(f"--rendezvous {host}:{port}", ip)
+    host, port = options.rendezvous
     line = [sys.executable, "-m", "torch.distributed.run"]
     line += ["--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
     if options.max_restarts:
@@ -234,6 +228,6 @@ def _torchrun(options: Options, ranks: int, nodes: int, environ: Mapping[str, st
         return [*line, "--master-addr", host, "--master-port", str(port)]
     if options.rdzv_backend == "static":
         raise ConfigurationError("--rdzv_backend static needs --node-rank on every node")
-    address = plain_value("rendezvous", (host, port))
+    address = plain_value("rendezvous", options.rendezvous)
     name = environ.get("SYNCPRIMS_RUN_ID") or "syncprims"
     return [*line, "--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", name]

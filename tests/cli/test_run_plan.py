@@ -260,11 +260,12 @@ def test_flags_override_the_file() -> None:
     }  # fmt: skip
     assert merge({}, file) == Options(**file)
     assert merge({"ranks": 2}, file).ranks == 2
-    assert merge({"num_processes": 2}, file).ranks is None
+    assert merge({"num_processes": 2}, file).ranks == 2
     other = merge({"script": "b.py", "args": ()}, file)
     assert (other.module, other.script, other.args) == (False, "b.py", ())
     assert merge({"cpu": True}, file).gpus is None
-    assert merge({"main_process_ip": "b"}, {"rendezvous": ("a", 1)}).rendezvous is None
+    other = merge({"main_process_ip": "b"}, {"rendezvous": ("a", 1)})
+    assert other.rendezvous == ("b", 29500)
 
 
 BAD_FILES = [
