@@ -14,7 +14,6 @@ import platform
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,7 +23,7 @@ from syncprims._world.registry import choose_backend
 from syncprims._world.settings import derive_store, find_misspelt, read_settings
 from syncprims._world.version import version
 from syncprims.errors import SyncError
-from syncprims.interface import UNKNOWN, Settings, Topology
+from syncprims.interface import UNKNOWN, Topology
 
 from .console import CommandParser, Style, table
 
@@ -51,19 +50,6 @@ SETTINGS = (
 _DECIDING = (("SYNCPRIMS_BACKEND", "auto"), ("SYNCPRIMS_LAUNCHER", "found by its variables"))
 
 
-@dataclass
-class WorldPreview:
-    """The world that would start, or the error that would be raised."""
-
-    backend: str | None
-    chosen_by: str = ""
-    topology: Topology | None = None
-    roles: dict[str, str] = field(default_factory=dict[str, str])  #: of launchers, by name
-    half: str = ""  #: variables that imply more ranks than this world of one has
-    settings: Settings | None = None
-    error: SyncError | None = None
-
-
 def add_arguments(parser: CommandParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("--json", action="store_true", help="the same for programs, as JSON")
@@ -74,69 +60,93 @@ def run(options: argparse.Namespace) -> int:
     environ: Mapping[str, str] = options.environ
     world = preview(environ)
     text = "\n".join(report(world, environ, Style(sys.stdout, environ)))
-    print(json.dumps(as_json(world, environ), indent=2) if options.json else text)  # noqa: T201
-    return 0 if world.error is None else 2
+    print(json.dumps(world, indent=2) if options.json else text)  # noqa: T201
+    return 0 if world["error"] is None else 2
 
 
-def preview(environ: Mapping[str, str]) -> WorldPreview:
-    """Return the world that `environ` describes, without joining it or waiting for anything."""
-    world = WorldPreview(environ.get("SYNCPRIMS_BACKEND") or None)
+def preview(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the world that `environ` describes, without joining it or waiting for anything.
+
+    As JSON for programs: a variable that is not set is null.
+    """
+    names = [name for name, _ in (*_DECIDING, *SETTINGS)]
+    names += [name for launcher in LAUNCHERS for name in launcher.variables]
+    world: dict[str, Any] = {
+        "backend": environ.get("SYNCPRIMS_BACKEND") or None,
+        "chosen_by": "",
+        "topology": None,
+        "launchers": {},
+        "half_world": None,
+        "settings": None,
+        "error": None,
+        "variables": {name: environ.get(name) for name in dict.fromkeys(names)},
+        "misspelt": find_misspelt(environ),
+        "here": {
+            "host": socket.gethostname(),
+            "processors": str(count_processors()),
+            "python": f"{platform.python_version()}, {sys.executable}",
+            "syncprims": version(),
+            "torch": "installed" if find_spec("torch") else "not installed",
+        },
+    }
+    settings = None
     try:
-        world.settings = read_settings(environ)
-        topology, world.roles = explain(environ)
-        world.topology = topology
+        settings = read_settings(environ)
+        topology, world["launchers"] = explain(environ)
+        world["topology"] = topology._asdict()
         choice = choose_backend(environ, None, grouped=False, find_topology=lambda: topology)
-        world.backend, world.chosen_by = choice.backend, choice.chosen_by
+        world["backend"], world["chosen_by"] = choice.backend, choice.chosen_by
         if topology.world_size == 1:
-            world.half = find_half_world(environ, topology)
-        if world.settings.store is None:
-            world.settings = world.settings._replace(store=derive_store(environ, topology))
-        choice.load().check(choice.topology, world.settings)
+            world["half_world"] = find_half_world(environ, topology) or None
+        if settings.store is None:
+            settings = settings._replace(store=derive_store(environ, topology))
+        choice.load().check(choice.topology, settings)
     except SyncError as error:
-        world.error = error
+        world["error"] = {"type": type(error).__name__, "message": str(error)}
+    if settings is not None:  # JSON has no infinite numbers
+        values = settings._asdict().items()
+        world["settings"] = {key: "inf" if value == math.inf else value for key, value in values}
     return world
 
 
 # -- text for people ----------------------------------------------------------------------
 
 
-def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> list[str]:
+def report(world: Mapping[str, Any], environ: Mapping[str, str], style: Style) -> list[str]:
     """Return the lines of the report."""
-    topology = world.topology
-    if world.error is not None:
-        lines = [style("red", "No world would start: " + type(world.error).__name__)]
-        lines += [f"  {line}" for line in str(world.error).splitlines()]
-    elif topology is None or topology.world_size == 1:
-        lines = [style("bold", f"A world of one would start: backend {world.backend}.")]
-        lines += [style("yellow", f"  But {world.half}.")] if world.half else []
+    topology = world["topology"]
+    if world["error"] is not None:
+        lines = [style("red", "No world would start: " + world["error"]["type"])]
+        lines += [f"  {line}" for line in world["error"]["message"].splitlines()]
+    elif topology["world_size"] == 1:
+        lines = [style("bold", f"A world of one would start: backend {world['backend']}.")]
+        lines += [style("yellow", f"  But {world['half_world']}.")] if world["half_world"] else []
     else:
-        rank = f"Rank {topology.rank} of {topology.world_size}"
-        how = f"backend {world.backend}, started by {topology.launcher}"
+        rank = f"Rank {topology['rank']} of {topology['world_size']}"
+        how = f"backend {world['backend']}, started by {topology['launcher']}"
         lines = [style("bold", f"{rank} would start: {how}.")]
     rows: list[tuple[str, str, str]] = []
-    if world.chosen_by:
-        rows.append(("backend", world.backend or "auto", f"chosen by {world.chosen_by}"))
+    if world["chosen_by"]:
+        rows.append(("backend", world["backend"] or "auto", f"chosen by {world['chosen_by']}"))
     if topology is not None:
-        rows += _place(topology, environ)
-        if topology.world_size > 1 and world.settings is not None:
-            rows.append(("store", *_store(world.settings, environ)))
+        rows += _place(Topology(**topology), environ)
+        if topology["world_size"] > 1:
+            rows.append(("store", *_store(world["settings"], environ)))
 
     def variables(*named: tuple[str, str]) -> list[str]:
-        values = [
-            f"= {environ[name]}" if environ.get(name) else f"not set: {default}"
-            for name, default in named
-        ]
-        return table([(name, value) for (name, _), value in zip(named, values, strict=True)])
+        values = world["variables"]
+        texts = [f"= {values[n]}" if values[n] else f"not set: {default}" for n, default in named]
+        return table([(name, text) for (name, _), text in zip(named, texts, strict=True)])
 
     lines += ["", *table(rows)] if rows else []
     lines += ["", style("bold", "The deciding variables"), *variables(*_DECIDING)]
     lines.append("  launchers; if two differ, the one that started inside the other decides:")
     lines += table(_launchers(world, environ), "    ")
     lines += ["", style("bold", "Settings"), *variables(*SETTINGS)]
-    if unknown := find_misspelt(environ):
+    if unknown := world["misspelt"]:
         lines += ["", style("yellow", "Set, but never read")]
         lines += table([(n, f"did you mean {m}?" if m else "") for n, m in unknown.items()])
-    return [*lines, "", style("bold", "Here"), *table([*_here().items()])]
+    return [*lines, "", style("bold", "Here"), *table([*world["here"].items()])]
 
 
 def _place(topology: Topology, environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -162,24 +172,24 @@ def _place(topology: Topology, environ: Mapping[str, str]) -> list[tuple[str, st
     return [*rows, ("run id", topology.run_id or "none", use)]
 
 
-def _store(settings: Settings, environ: Mapping[str, str]) -> tuple[str, str]:
-    if settings.store is None:
+def _store(settings: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[str, str]:
+    if settings["store"] is None:
         return "none", "ranks of one host need none"
     names = [name for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name)]
     derived = "SLURM's first node and the run id" if len(names) < 2 else ""
-    served = "torchrun's agent serves it" if settings.agent_store else "rank 0 serves it"
-    return ":".join(map(str, settings.store)), f"{' and '.join([*names, derived][:2])}; {served}"
+    served = "torchrun's agent serves it" if settings["agent_store"] else "rank 0 serves it"
+    return ":".join(map(str, settings["store"])), f"{' and '.join([*names, derived][:2])}; {served}"
 
 
-def _launchers(world: WorldPreview, environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
+def _launchers(world: Mapping[str, Any], environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     rows: list[tuple[str, str, str]] = []
     for launcher in LAUNCHERS:
         state = "is no step"  # SLURM's variables are in every shell of a job
-        if launcher.name in world.roles:
-            state = world.roles[launcher.name]
+        if launcher.name in world["launchers"]:
+            state = world["launchers"][launcher.name]
         elif not launcher.is_present(environ):
             state = "is unused"
-        elif world.topology is None:
+        elif world["topology"] is None:
             state = "is set"
         elif environ.get("SYNCPRIMS_LAUNCHER"):
             state = "does not count"
@@ -188,38 +198,3 @@ def _launchers(world: WorldPreview, environ: Mapping[str, str]) -> list[tuple[st
             shown.append(f"{', '.join(absent)} not set")
         rows.append((launcher.name, state, "; ".join(shown)))
     return rows
-
-
-def _here() -> dict[str, str]:
-    return {
-        "host": socket.gethostname(),
-        "processors": str(count_processors()),
-        "python": f"{platform.python_version()}, {sys.executable}",
-        "syncprims": version(),
-        "torch": "installed" if find_spec("torch") else "not installed",
-    }
-
-
-# -- JSON for programs ---------------------------------------------------------------------
-
-
-def as_json(world: WorldPreview, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the same for programs; a variable that is not set is null."""
-    names = [name for name, _ in (*_DECIDING, *SETTINGS)]
-    names += [name for launcher in LAUNCHERS for name in launcher.variables]
-    error, settings = world.error, world.settings and world.settings._asdict()
-    for key, value in (settings or {}).items():
-        if settings and value == math.inf:
-            settings[key] = "inf"  # JSON has no infinite numbers
-    return {
-        "backend": world.backend,
-        "chosen_by": world.chosen_by,
-        "topology": world.topology and world.topology._asdict(),
-        "launchers": world.roles,
-        "half_world": world.half or None,
-        "settings": settings,
-        "error": error and {"type": type(error).__name__, "message": str(error)},
-        "variables": {name: environ.get(name) for name in dict.fromkeys(names)},
-        "misspelt": find_misspelt(environ),
-        "here": _here(),
-    }

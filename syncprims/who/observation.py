@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncprims._system.processes import find_descendants
 from syncprims._world.runtime import get_settings
@@ -23,28 +23,11 @@ from .processes import ProcessSample
 from .verdict import NOTABLE, BoardView, RankWait, Verdict, WorldView, judge, own_rounds
 
 if TYPE_CHECKING:
-    from syncprims.interface import Settings
-
     from .worlds import WorldReader
 
 _PAUSE = 0.1  # seconds between the two looks of `who`
 _BUSY = 0.5  # of a processor: such a process computes
 _STACKS_EVERY = 2.0  # seconds between two readings of Python stacks
-
-
-def _find_worlds(settings: Settings, **where: Any) -> tuple[Sequence[WorldReader], Sequence[str]]:
-    """Return as :func:`find_worlds`, which only this command needs.
-
-    :raises BackendUnavailable: on a system where worlds cannot be read.
-    """
-    try:
-        from .worlds import find_worlds
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"running worlds cannot be read here: {error}. The file and torch backends need Linux "
-            f"or macOS"
-        ) from error
-    return find_worlds(settings, **where)
 
 
 class RankReport(NamedTuple):
@@ -144,22 +127,29 @@ class Observation:
     # -- finding --------------------------------------------------------------------------------
 
     def _find(self) -> Sequence[WorldReader]:
+        try:
+            from .worlds import find_worlds
+        except ImportError as error:
+            raise BackendUnavailable(
+                f"running worlds cannot be read here: {error}. The file and torch backends need "
+                f"Linux or macOS"
+            ) from error
         which, settings = self._which, get_settings()
         if which is None:
-            readers, self.refused = _find_worlds(settings)
+            readers, self.refused = find_worlds(settings)
             return readers
         text = os.fspath(which) if isinstance(which, os.PathLike) else str(which)
         if isinstance(which, os.PathLike) or os.sep in text or Path(text).is_dir():
             where = f"in {text}"
-            readers, refused = _find_worlds(settings, path=str(Path(text).absolute()))
+            readers, refused = find_worlds(settings, path=str(Path(text).absolute()))
         else:
             where = f"with run id {text!r}"
             may_be_pid = text.isdecimal() and len(text) <= 7  # digits: no pid has more
-            readers, refused = _find_worlds(settings)
+            readers, refused = find_worlds(settings)
             readers = [*_of_run(readers, text, whole=may_be_pid)]
             if may_be_pid and not readers:
                 pids = [int(text), *find_descendants(int(text))]
-                readers, _ = _find_worlds(settings, pids=pids)
+                readers, _ = find_worlds(settings, pids=pids)
                 if not readers:
                     raise _no_rank(int(text))
         if not readers:
@@ -172,53 +162,39 @@ class Observation:
     # -- reporting ------------------------------------------------------------------------------
 
     def _report(self, path: str, before: _Look, now: _Look) -> WorldReport:
-        view = now.view
-        waits = _common_waits(before, now)
-        notable = [w for w in waits.values() if w.seconds >= min(NOTABLE, self._stuck_after)]
-        idle = {
-            rank
-            for wait in notable
-            for rank in wait.missing or wait.board.members
-            if rank in view.pids
-            and (now.samples[rank].state in "Tt" or (wait.missing and rank not in waits))
-        }
-        doing = self._doing(before, now, idle)
-        verdict = judge(view, waits, doing, self._stuck_after)
-        ranks = [
-            _rank_report(rank, before, now, waits.get(rank), doing.get(rank, ""))
+        view, waits = now.view, _common_waits(before, now)
+        idle: set[int] = set()  # visible ranks that others wait for: stopped, or outside of a wait
+        for wait in waits.values():
+            if wait.seconds >= min(NOTABLE, self._stuck_after):
+                for rank in wait.missing or wait.board.members:
+                    stopped = rank in view.pids and now.samples[rank].state in "Tt"
+                    if stopped or (wait.missing and rank in view.pids and rank not in waits):
+                        idle.add(rank)
+        if idle and time.monotonic() - self._lines_at >= _STACKS_EVERY:
+            running = [view.pids[r] for r in sorted(idle) if now.samples[r].state not in "TtZ"]
+            self._lines = processes.python_lines(running)
+            self._lines_at = time.monotonic()
+        rows = [
+            _report_rank(rank, before, now, waits.get(rank), self._lines if rank in idle else None)
             for rank in range(view.world_size)
         ]
+        doing = {row.rank: row.doing for row in rows if row.rank in idle and row.doing}
         barrier = view.boards[0].last_barrier if view.boards else None
         return WorldReport(
             view.run_id,
             view.backend,
             view.world_size,
-            ranks,
-            verdict,
+            rows,
+            judge(view, waits, doing, self._stuck_after),
             path,
             None if barrier is None else str(barrier),
         )
 
-    def _doing(self, before: _Look, now: _Look, ranks: set[int]) -> dict[int, str]:
-        """Return what these ranks do, of which others wait for."""
-        if ranks and time.monotonic() - self._lines_at >= _STACKS_EVERY:
-            running = [now.view.pids[r] for r in sorted(ranks) if now.samples[r].state not in "TtZ"]
-            self._lines = processes.python_lines(running)
-            self._lines_at = time.monotonic()
-        found: dict[int, str] = {}
-        for rank in ranks:
-            pid, sample = now.view.pids[rank], now.samples[rank]
-            what = _activity(pid, before.samples.get(rank, sample), sample)
-            line = self._lines.get(pid)
-            found[rank] = f"{what}, in {line}" if line and what else what
-        return {rank: what for rank, what in found.items() if what}
 
-
-def _activity(pid: int, before: ProcessSample, now: ProcessSample) -> str:
+def _activity(pid: int, before: ProcessSample, now: ProcessSample, used: float | None) -> str:
     """Return what a process does, as a sentence about a rank goes on."""
     if now.state in "Tt":
         return f"is stopped by a signal, or by a debugger (kill -CONT {pid})"
-    used = processes.share(before, now)
     if now.state == "D" == before.state:
         return f"is in uninterruptible sleep: {now.syscall or now.channel or 'slow storage?'}"
     if now.state == "R" or (used or 0.0) >= _BUSY:
@@ -256,26 +232,43 @@ def _common_waits(before: _Look, now: _Look) -> dict[int, RankWait]:
     return found
 
 
-def _rank_report(
-    rank: int, before: _Look, now: _Look, wait: RankWait | None, doing: str
+def _report_rank(
+    rank: int, before: _Look, now: _Look, wait: RankWait | None, lines: Mapping[int, str] | None
 ) -> RankReport:
-    view = now.view
+    """Return what a rank does; `lines` of processes are given if others wait for it."""
+    view, pid = now.view, now.view.pids.get(rank)
+    earlier = before.samples.get(rank, ProcessSample())
+    sample = now.samples.get(rank, ProcessSample())
+    used = processes.share(earlier, sample)
+    state: str = view.states[rank].state if rank in view.states else "elsewhere"
+    if state == "unknown":
+        state = "absent"
+    elif state == "alive":
+        starts = view.boards[0].statuses.values() if view.boards else [Status()]
+        if sample.state in "Tt":
+            state = "stopped"
+        elif not all(start.rounds for start in starts):  # the first round is the start
+            state = "joining"
+        elif wait is not None:
+            state = "waiting"
+        else:
+            state = "uninterruptible" if sample.state == "D" == earlier.state else "running"
+    doing = f"on host {view.hosts[rank]}" if state == "elsewhere" and rank in view.hosts else ""
+    if pid is not None and lines is not None:
+        doing = _activity(pid, earlier, sample, used)
+        if doing and pid in lines:
+            doing += f", in {lines[pid]}"
     board = wait.board if wait is not None else _latest_board(rank, before.view, view)
     status = board.statuses[rank] if board is not None else view.states.get(rank, Status())
-    sample, earlier = now.samples.get(rank), before.samples.get(rank)
-    used = processes.share(earlier, sample) if earlier is not None and sample is not None else None
-    label, number, behind = status.label, status.rounds, 0
-    group = None
-    if rank not in view.states and rank in view.hosts:
-        doing = f"on host {view.hosts[rank]}"
+    label, number, behind, group = status.label, status.rounds, 0, None
     if board is not None:
         number -= own_rounds(view, board)
         behind = max(one.rounds for one in board.statuses.values()) - status.rounds
         group = list(board.members) if len(board.members) < view.world_size else None
     return RankReport(
         rank,
-        view.pids.get(rank),
-        _state(rank, view, sample, earlier, wait),
+        pid,
+        state,
         None if label is None else label.kind,
         None if label is None else label.name,
         None if label is None else label.site,
@@ -298,46 +291,22 @@ def _beside(announced: bytes, now: float) -> list[tuple[str, float]]:
     return found
 
 
-def _state(
-    rank: int,
-    view: WorldView,
-    sample: ProcessSample | None,
-    earlier: ProcessSample | None,
-    wait: RankWait | None,
-) -> str:
-    if rank not in view.states:
-        return "elsewhere"
-    life = view.states[rank].state
-    if life != "alive":
-        return "absent" if life == "unknown" else life
-    letter = sample.state if sample is not None else "?"
-    if letter in "Tt":
-        return "stopped"
-    rounds = [one.rounds for one in view.boards[0].statuses.values()] if view.boards else [0]
-    if not all(rounds):  # the first round is the start
-        return "joining"
-    if wait is not None:
-        return "waiting"
-    both = letter == "D" and earlier is not None and earlier.state == "D"
-    return "uninterruptible" if both else "running"
-
-
 def _latest_board(rank: int, before: WorldView, now: WorldView) -> BoardView | None:
     """Return the board of a rank's last call, as far as that is known.
 
     One at which it has made a call since the first look; else one at which others wait for it; else
     that of all ranks.
     """
-    theirs = [board for board in now.boards if rank in board.statuses]
     old = {b.members: b.statuses[rank].rounds for b in before.boards if rank in b.statuses}
-    for board in theirs:
-        if board.statuses[rank].rounds > old.get(board.members, 0):
-            return board
-    for board in theirs:
-        missed = [w for w in board.waits.values() if board.statuses[rank].rounds < w.number]
-        if missed:
-            return board
-    return theirs[0] if theirs else None
+
+    def relevance(board: BoardView) -> int:
+        rounds = board.statuses[rank].rounds
+        if rounds > old.get(board.members, 0):
+            return 2
+        return int(any(rounds < wait.number for wait in board.waits.values()))
+
+    theirs = [board for board in now.boards if rank in board.statuses]
+    return max(theirs, key=relevance, default=None)
 
 
 # -- what is not found ------------------------------------------------------------------------
