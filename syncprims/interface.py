@@ -398,7 +398,7 @@ class Backend(ABC):
     spans_hosts: ClassVar[bool] = False  #: can ranks of several hosts meet?
     #: does :meth:`Board.status` distinguish a dead rank from a slow one?
     detects_death: ClassVar[bool] = False
-    #: can the ranks have a default group of ``torch.distributed``?
+    #: does it open a default group of ``torch.distributed``? Else that has rounds at its boards.
     has_process_group: ClassVar[bool] = False
     #: Of a backend that spans hosts and knows who shares one: the same for all ranks of this host,
     #: and for no other rank. Without it the library asks the operating system.

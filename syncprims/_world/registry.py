@@ -130,7 +130,12 @@ def _choose_name(environ: Mapping[str, str], asked: str | None, grouped: bool) -
     named = None if variable == "auto" else variable
     if asked is not None and asked != "auto":
         if named not in (None, asked):
-            raise ConfigurationError(f"init({asked!r}) contradicts {source}; drop one of them")
+            is_launched = "SYNCPRIMS_RESTART" in environ
+            cure = f"`syncprims run` has set that; start it with --backend {asked}"
+            raise ConfigurationError(
+                f"init({asked!r}) contradicts {source}: {cure if is_launched else 'change one'}, "
+                f"or call init() without a backend"
+            )
         return asked, f"init({asked!r})"
     if named is not None:
         return named, source

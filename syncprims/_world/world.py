@@ -23,12 +23,14 @@ from syncprims._protocol.deadlock import DeadlockDetector
 from syncprims._protocol.rounds import DEADLOCK_SEARCH, Rounds, RoundSequence
 from syncprims._protocol.validation import whole_number
 from syncprims.errors import (
+    BackendUnavailable,
     ConfigurationError,
     Failure,
     PeerFailed,
     SyncError,
     SyncTimeout,
     WorldClosed,
+    install,
     name_ranks,
 )
 from syncprims.interface import Note
@@ -74,6 +76,7 @@ class World:
         self._named: list[Rounds] = []  # at boards of their own, beside those of groups
         self._recorder: Any = None if settings.trace is None else _make_recorder(settings, topology)
         self._nodes: list[int] = []  # of each rank, known after the start
+        self._at_end = contextlib.ExitStack()  # closed before this rank leaves
         self.timeout = settings.timeout  #: of a call that names none, in seconds
         if self.timeout is None and not backend.detects_death:
             self.timeout = BLIND_TIMEOUT
@@ -121,13 +124,25 @@ class World:
         self._end(self, error)
 
     def open_process_group(self) -> bool:
-        """Return whether ``torch.distributed``'s default group runs; it does where the backend can.
+        """Return whether ``torch.distributed`` has its default group now: unless there is one rank.
 
-        Collective: all ranks call it. A group that the program has initialized itself stays, and
-        remains the program's; one that is opened here ends with the world.
+        On the torch backends it is Gloo's or NCCL's. On the others its collectives are rounds of
+        this library. Collective: all ranks call it. A group that the program has initialized itself
+        stays, and remains the program's; one that is opened here ends with the world.
+
+        :raises BackendUnavailable: if torch is not installed.
+        :raises ConfigurationError: in a test whose ranks are threads, without ``torch=True``.
         """
-        if self.world_size == 1 or not self._backend.has_process_group:
+        if self.world_size == 1:
             return False
+        if not self._backend.has_process_group:
+            try:
+                import_module("syncprims.c10d").open_default_group(self, self._at_end)
+            except ImportError as error:
+                raise BackendUnavailable(
+                    f"open_process_group() needs torch: {install('torch')}"
+                ) from error
+            return True
         rounds = rounds_of(self.group)
         note = rounds.note("open_process_group")
 
@@ -413,9 +428,16 @@ def close_world(world: World, why: Callable[[], SyncError]) -> None:
         rounds.close(why)
 
 
+def has_torch_engine(world: World) -> bool:
+    """Return whether a default group of this world is one of Gloo or NCCL."""
+    return world._backend.has_process_group
+
+
 def leave_world(world: World, error: BaseException | None) -> None:
     """Close the backend; `error` is the reason that the others raise, if there is one."""
     failure = _encode(world.rank, error)
+    with contextlib.suppress(Exception):  # whatever it is, the rank leaves
+        world._at_end.close()
     if world.settings.error_file is not None:
         _report_end(world.settings.error_file, failure)
     if world._recorder is not None:

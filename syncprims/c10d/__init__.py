@@ -11,6 +11,7 @@ A call that differs between ranks, a rank that does not come and one that dies r
 
 from __future__ import annotations
 
+from .default_group import open_default_group
 from .process_group import SyncProcessGroup, create_process_group
 from .torch_internals import (
     NAME,
@@ -21,7 +22,7 @@ from .torch_internals import (
     serve_every_backend,
 )
 
-__all__ = ["NAME", "SyncProcessGroup", "serve_every_backend"]
+__all__ = ["NAME", "SyncProcessGroup", "open_default_group", "serve_every_backend"]
 
 register_backend(create_process_group)
 notify_of_ends(SyncProcessGroup)

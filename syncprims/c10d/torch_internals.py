@@ -343,6 +343,11 @@ def replaced_rendezvous(
         module.rendezvous = original
 
 
+def is_rendezvous_replaced() -> bool:
+    """Return whether this runs within such a block."""
+    return bool(c10d().rendezvous.__module__ == __name__)
+
+
 # -- ranks that are threads ------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from syncprims import current, get_local_rank, get_world_size
 from syncprims._data.arrays import own_device
+from syncprims._world.world import has_torch_engine
 
 from .accumulation import Accumulator
 from .data import PreparedLoader, prepare_data_loader
@@ -96,9 +97,10 @@ class Preparation:
         self.device = device
         self.options = options
         self.loaders: list[PreparedLoader[Any]] = []
-        # With a torch.distributed group models are wrapped in DDP, which averages gradients while
-        # they are computed.
-        current().open_process_group()
+        # With a group of Gloo or NCCL models are wrapped in DDP, which averages gradients while
+        # they are computed. One of ours would be slower than the average at the step.
+        if has_torch_engine(current()):
+            current().open_process_group()
 
     def model(self, model: nn.Module) -> nn.Module:
         """Return `model` on the device, with rank 0's values, in the job's precision. Collective.

@@ -1,0 +1,66 @@
+"""Torch's default group on backends without an engine of torch's: DDP works in every world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import syncprims as sp
+from syncprims.testing import run_world
+
+
+def train() -> Any:
+    world = sp.current()
+    opened = world.open_process_group(), world.open_process_group()
+    torch.manual_seed(sp.get_rank())
+    model: Any = torch.nn.Linear(2, 2)
+    model = DistributedDataParallel(model) if opened[0] else model
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((4, 2), float(sp.get_rank() + step))).sum().backward()
+        optimizer.step()
+    sp.assert_same([p.detach() for p in model.parameters()], "weights")
+    return opened
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"torch": True}, {"torch": True, "nodes": 3}, {"kind": "processes"}],
+    ids=["threads", "three nodes", "processes"],
+)
+def test_ddp_trains_one_model_in_every_world(options: Any) -> None:
+    assert run_world(train, 3, **options) == [(True, True)] * 3
+    assert not dist.is_initialized()
+    assert not run_world(lambda: sp.current().open_process_group(), 1)[0]
+
+
+def test_the_group_ends_with_the_world() -> None:
+    def program() -> list[bool]:
+        seen: list[bool] = []
+        for _ in range(2):
+            with sp.init() as world:
+                seen.append(world.open_process_group())
+            seen.append(dist.is_initialized())
+        return seen
+
+    assert run_world(program, 2, kind="processes") == [[True, False, True, False]] * 2
+
+
+def test_a_group_of_the_program_stays_its_own() -> None:
+    def program() -> Any:
+        dist.init_process_group("gloo")
+        sp.current().open_process_group()
+        sp.shutdown()
+        return dist.is_initialized()
+
+    assert run_world(program, 2, kind="processes", torch=True) == [True] * 2
+
+
+def test_ranks_that_share_torchs_groups_are_refused() -> None:
+    with pytest.raises(sp.ConfigurationError, match="torch=True"):
+        run_world(lambda: sp.current().open_process_group(), 2)
