@@ -327,8 +327,8 @@ class _Search:
                     if begin >= 0 and _WORLD.fullmatch(name, begin):
                         self._add(name, f"{folder}/{number}")
 
-    def add_worlds_below(self, path: Path) -> None:
-        """Add those at most two levels below `path`, or that which it is itself."""
+    def add_worlds_below(self, path: Path, levels: int = 2) -> None:
+        """Add those at most so many levels below `path`, or that which it is itself."""
         try:
             if _WORLD.search(str(path)) and (path / liveness.FILE).exists():
                 self._add(str(path), str(path))
@@ -342,11 +342,8 @@ class _Search:
         for inner in inside:
             if _WORLD.search(str(inner)):
                 self._add(str(inner), str(inner))
-            elif inner.name.startswith("syncprims-") and not inner.is_symlink():
-                with contextlib.suppress(OSError):
-                    for world in sorted(inner.iterdir()):
-                        if _WORLD.search(str(world)):
-                            self._add(str(world), str(world))
+            elif levels > 1 and inner.name.startswith("syncprims-") and not inner.is_symlink():
+                self.add_worlds_below(inner, levels - 1)
 
     def _add(self, name: str, path: str) -> None:
         """Open the directory of a world, unless it is known; another user's only as root."""

@@ -13,7 +13,7 @@ import sys
 import termios
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pytest
 from support.launches import Launches, await_condition, command, find_processes
@@ -28,10 +28,15 @@ def launches(tmp_path: Path) -> Launches:
 
 
 def call(
-    launches: Launches, line: list[str], cwd: Path | None = None, **streams: IO[bytes]
+    launches: Launches,
+    line: list[str],
+    cwd: Path | None = None,
+    stdout: IO[bytes] | int = subprocess.PIPE,
+    stderr: IO[bytes] | int = subprocess.PIPE,
 ) -> subprocess.CompletedProcess[bytes]:
-    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
-    return subprocess.run(line, env=launches.environ, cwd=cwd, timeout=60, check=False, **piped)
+    return subprocess.run(
+        line, env=launches.environ, cwd=cwd, stdout=stdout, stderr=stderr, timeout=60, check=False
+    )
 
 
 def await_lines(launcher: subprocess.Popen[str], said: str, n: int = 2) -> None:
@@ -179,7 +184,9 @@ def test_an_output_that_nobody_takes_stops_nobody_and_is_told(
     reader, writer = os.pipe()
     os.close(reader)
     with Path("/dev/full").open("wb") as disk, os.fdopen(writer, "wb") as pipe:
-        done = call(launches, line, **{stream: disk if full else pipe})
+        sink = disk if full else pipe
+        streams = (sink, subprocess.PIPE) if stream == "stdout" else (subprocess.PIPE, sink)
+        done = call(launches, line, None, *streams)
     assert (done.returncode, done.stderr) == ended
     assert (tmp_path / "done").read_text() == ".."
 
