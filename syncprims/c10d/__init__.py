@@ -11,7 +11,7 @@ A call that differs between ranks, a rank that does not come and one that dies r
 
 from __future__ import annotations
 
-from .default_group import open_default_group
+from .group_world import open_default_group
 from .process_group import SyncProcessGroup, create_process_group
 from .torch_internals import (
     NAME,

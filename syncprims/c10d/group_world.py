@@ -1,4 +1,7 @@
-"""The world that a process group lives in: the one that runs, or one that the group starts."""
+"""The world that a process group lives in: the one that runs, or one that the group starts.
+
+And the other way round: the default group that a world opens.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ from syncprims._world.runtime import (
 )
 from syncprims.errors import ConfigurationError, SyncTimeout
 
-from .torch_internals import NAME, dist, find_backing_store
+from .torch_internals import NAME, dist, find_backing_store, is_rendezvous_replaced
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from syncprims._world.world import World
 
 _LOOK_EVERY = 0.005  # seconds between two looks into the store
@@ -129,3 +134,35 @@ def _read_all(store: Any, keys: list[str]) -> list[str]:
             )
         time.sleep(_LOOK_EVERY)
     return [bytes(store.get(key)).decode() for key in keys]
+
+
+def open_default_group(world: World, at_end: ExitStack) -> None:
+    """Make torch's default group, of all ranks, if there is none. Collective.
+
+    What ends it is added to `at_end`, which the world closes.
+
+    :raises ConfigurationError: where ranks are threads that share torch's groups.
+    """
+    served = is_rendezvous_replaced()
+    if world.backend_name == "threads" and not served:
+        raise ConfigurationError(
+            "ranks are threads here, and share torch.distributed's groups: run the world of this "
+            "test with torch=True, or with kind='processes'"
+        )
+    own = not dist.is_initialized()
+    store: Any = None  # then torch finds one by the environment
+    if not served and world.num_nodes == 1:
+        if world.rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = world.group.broadcast(store and store.port, name="open_process_group")
+        if own and store is None:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    if own:
+        dist.init_process_group(NAME, store=store, rank=world.rank, world_size=world.world_size)
+        at_end.callback(_close)
+    world.group.barrier("open_process_group")  # a rank that leaves at once would end the store
+
+
+def _close() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
