@@ -296,10 +296,12 @@ def _gather_any(
         rooms = sequence.attempt(make_rooms) if outs is None else outs
         transport.gather(sequence, obj, rooms)
         return [obj if i == me else room for i, room in enumerate(rooms)]
-    sent: list[Note] = []
+    sent = [*notes]
     for member, note in enumerate(notes):  # large encodings follow, one after the other
-        mine = payload if member == me else None
-        sent.append(note._replace(payload=_broadcast_rest(sequence, member, note.payload, mine)))
+        if decode_size(note.payload) is not None:
+            mine = payload if member == me else None
+            rest = _broadcast_rest(sequence, member, note.payload, mine)
+            sent[member] = note._replace(payload=rest)
 
     def decode(rank: int, payload: bytes) -> Any:
         return obj if rank == rounds.rank else _decode(sequence, rank, payload)
