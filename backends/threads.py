@@ -52,9 +52,9 @@ class RankScheduler(Protocol):
 class SharedWorld:
     """What the ranks of one world share. Each has the slot of its number when it started."""
 
-    def __init__(self, scheduler: RankScheduler, world_size: int) -> None:
+    def __init__(self, scheduler: RankScheduler, slots: Sequence[int]) -> None:
         self.scheduler = scheduler
-        self.world_size = world_size
+        self.slots = tuple(slots)  #: by rank, in the newest epoch
         #: by epoch, members, name, and how many such boards were closed before
         self.boards: dict[tuple[int, tuple[int, ...], str, int], _SharedBoard] = {}
         #: Where a thread waits; with the call if it waits for the first of several notes.
@@ -65,7 +65,6 @@ class SharedWorld:
         self.words: dict[int, bytes] = {}  #: that ranks have published
         self.calls: dict[int, bytes] = {}  #: of `reform`
         self.decisions: dict[str, str] = {}
-        self.ranks: dict[int, int] = {}  #: by slot
 
     def backend(self, topology: Topology, settings: Settings, slot: int) -> ThreadBackend:
         """Return the backend of one rank."""
@@ -120,11 +119,9 @@ class ThreadBackend(Backend):
             self.check(topology, settings)
         super().__init__(topology, settings)
         self._world = world
-        self._epoch = 0
         self._closed: dict[tuple[tuple[int, ...], str], int] = {}  # boards, by members and name
         self.host = str(topology.node_rank)  # that a test pretends
         self.slots = self._slots = ThreadSlots(self, world, slot)
-        world.ranks[slot] = topology.rank
         world.states[slot] = "alive", "", b""
 
     @classmethod
@@ -136,21 +133,21 @@ class ThreadBackend(Backend):
         )
 
     @classmethod
-    def shared_world(cls, scheduler: RankScheduler, world_size: int) -> SharedWorld:
-        """Return what the ranks of a new world share."""
-        return SharedWorld(scheduler, world_size)
+    def shared_world(cls, scheduler: RankScheduler, slots: Sequence[int]) -> SharedWorld:
+        """Return what the ranks of a new world share; `slots` are their threads, by rank."""
+        return SharedWorld(scheduler, slots)
 
     def board(self, members: Sequence[int], name: str = "") -> ThreadBoard:
         """Return the board `name` of `members`."""
         closed = self._closed.get((tuple(members), name), 0)
         slots = {rank: self._slots.members[rank] for rank in members}
-        key = self._epoch, tuple(members), name, closed
+        key = self._slots.epoch, tuple(members), name, closed
         return ThreadBoard(key, self.topology.rank, self._world, slots)
 
     def close_board(self, board: Board) -> bool:
         """Leave the board; its members meet at a new one."""
         closed = self._closed.get((board.members, board.name), 0)
-        key = self._epoch, board.members, board.name, closed
+        key = self._slots.epoch, board.members, board.name, closed
         shared = self._world.boards[key]
         shared.left += 1
         if shared.left == len(board.members):
@@ -199,8 +196,8 @@ class ThreadBackend(Backend):
         for key in [key for key in self._world.boards if key[0] < epoch]:
             del self._world.boards[key]
         self._closed.clear()
-        self._epoch, self.topology = epoch, topology
-        self._world.ranks[self._slots.own] = topology.rank
+        self.topology = topology
+        self._world.slots = self._slots.members
         self.publish(b"")
 
 
@@ -209,8 +206,8 @@ class ThreadSlots(Slots):
 
     def __init__(self, backend: ThreadBackend, world: SharedWorld, slot: int) -> None:
         self.own = slot
-        self.most = world.world_size
-        self.members = tuple(range(self.most))
+        self.members = world.slots
+        self.most = len(world.slots)
         self.open = backend.settings.elastic
         self._backend = backend
         self._world = world
@@ -231,8 +228,7 @@ class ThreadSlots(Slots):
 
     def waiting(self) -> list[int]:
         """Return the slots whose threads wait to join."""
-        others = (slot for slot in self._world.states if slot >= self.most)
-        living = [slot for slot in others if self.state(slot) == "alive"]
+        living = (slot for slot in sorted(self._world.states) if self.state(slot) == "alive")
         return [slot for slot in living if slot not in self.members]
 
     def decided(self, name: str) -> str | None:
@@ -264,6 +260,7 @@ class ThreadSlots(Slots):
 
     def enter(self, epoch: int, topology: Topology) -> None:
         """Begin the epoch."""
+        self.epoch = epoch
         self._backend.begin_epoch(epoch, topology)
 
     def now(self) -> float:

@@ -397,6 +397,7 @@ class Slots(ABC):
     """
 
     own: int  #: the slot of this process
+    epoch: int = 0  #: the number of the present one
     members: tuple[int, ...]  #: the slot of each rank of this epoch, by rank
     most: int  #: members at one time
     open: bool = False  #: processes may join later

@@ -74,7 +74,6 @@ class FileBackend(Backend):
         )
         self._boards: list[SharedMemoryBoard] = []
         self._closed = collections.Counter[str]()  # boards, by what `name_of` would return first
-        self._epoch = 0
         self.liveness: Liveness  #: of this world
         with self._explained_os_errors():
             self._base = PrivateDirectory.open(self._run_path.parent)
@@ -136,9 +135,9 @@ class FileBackend(Backend):
 
     def file_of(self, members: Sequence[int], name: str) -> str:
         """Return the file of the board of `members`: a new one after each that was closed."""
-        first = board_file(members, name, 0, self._epoch)
+        first = board_file(members, name, 0, self._slots.epoch)
         closed = self._closed[first]
-        return board_file(members, name, closed, self._epoch) if closed else first
+        return board_file(members, name, closed, self._slots.epoch) if closed else first
 
     def release(self, members: Sequence[int], board: Board) -> None:
         """Close `board`, this host's part of that of `members`.
@@ -149,7 +148,7 @@ class FileBackend(Backend):
         self._boards.remove(board)
         board.close()
         file = self.file_of(members, board.name)
-        self._closed[board_file(members, board.name, 0, self._epoch)] += 1
+        self._closed[board_file(members, board.name, 0, self._slots.epoch)] += 1
         # Without room or lock they are removed with the world.
         with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:
             directory.write(f"{file}-left-{board.rank}", b"")
@@ -227,7 +226,7 @@ class FileBackend(Backend):
             board.close()
         self._boards.clear()
         self._closed.clear()
-        self._epoch, self.topology = epoch, topology
+        self.topology = topology
         self.publish(b"")
         if topology.rank == 0:  # what it cannot remove now goes with the world
             with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:

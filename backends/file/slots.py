@@ -84,6 +84,7 @@ class FileSlots(Slots):
     def enter(self, epoch: int, topology: Topology) -> None:
         """Close all boards, and remove their files on the first rank."""
         self._next = max(self._next, *self.members)
+        self.epoch = epoch
         self._backend.begin_epoch(epoch, topology)
 
     def now(self) -> float:

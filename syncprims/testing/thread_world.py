@@ -179,7 +179,8 @@ class ThreadWorld:
         number = self._worlds_begun[rank]
         self._worlds_begun[rank] += 1
         if number == len(self.shared_worlds):
-            self.shared_worlds.append(self._backend.shared_world(self.scheduler, self._spec.ranks))
+            slots = self.shared_worlds[-1].slots if number else range(self._spec.ranks)
+            self.shared_worlds.append(self._backend.shared_world(self.scheduler, slots))
         backend = self.shared_worlds[number].backend(place, settings, rank)
         probe = Probe(
             self._outcomes[rank],
@@ -199,7 +200,7 @@ class ThreadWorld:
             board: call for world in self.shared_worlds for board, call in world.waiting.items()
         }
         # Ranks as they are now: `reform` may have changed them since the start.
-        numbers = {slot: rank for world in self.shared_worlds for slot, rank in world.ranks.items()}
+        numbers = {s: rank for world in self.shared_worlds for rank, s in enumerate(world.slots)}
         living = {
             numbers.get(o.rank, o.rank) for o in self._outcomes if o.end in ("left", "stopped")
         }
