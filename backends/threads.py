@@ -377,7 +377,9 @@ class ThreadBoard(Board):
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`."""
         shared = self._shared
-        return Status(shared.posted[rank], shared.last.get(rank), *self._world.state(self._slots[rank]))
+        return Status(
+            shared.posted[rank], shared.last.get(rank), *self._world.state(self._slots[rank])
+        )
 
     def abort(self, verdict: bytes) -> None:
         """Break the board at the oldest uncollected round, unless it is complete."""

@@ -34,8 +34,8 @@ from syncprims._api.decorators import on_last, on_local_main, on_local_rank, on_
 from syncprims._api.elastic import hand_over, reform
 from syncprims._api.output import get_logger, print_main, progress
 from syncprims._api.trigger import Trigger, check_trigger, set_trigger
+from syncprims._world.epoch import Change
 from syncprims._world.group import Group
-from syncprims._world.membership import Change
 from syncprims._world.runtime import current, init, shutdown
 from syncprims._world.version import version
 from syncprims._world.world import World
@@ -46,7 +46,6 @@ from syncprims.errors import (
     ConcurrentCall,
     ConfigurationError,
     EncodingError,
-    Evicted,
     Failure,
     ForkedProcess,
     PeerFailed,
@@ -70,8 +69,7 @@ __all__ = [  # noqa: RUF022 - in the order of the reference
     "Trigger", "set_trigger", "check_trigger", "print_main", "progress", "get_logger",
     "SyncError", "Failure", "ConfigurationError", "BackendUnavailable", "CollectiveMismatch",
     "RankMismatch", "SyncTimeout", "PeerLost", "PeerFailed", "EncodingError", "WorldClosed",
-    "ForkedProcess", "ConcurrentCall", "CheckpointError", "Evicted",
-    "SyncWarning",
+    "ForkedProcess", "ConcurrentCall", "CheckpointError", "SyncWarning",
 ]  # fmt: skip
 
 __version__: str  #: the installed release

@@ -166,10 +166,6 @@ class PeerLost(SyncError, ConnectionError):
         )
 
 
-class Evicted(SyncError, ConnectionError):
-    """The others have gone on without this process, in a `reform` that could not reach it."""
-
-
 class PeerFailed(SyncError, RuntimeError):
     """A rank raised; :attr:`failures` has its exception's type, message and traceback."""
 

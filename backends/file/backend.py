@@ -83,7 +83,9 @@ class FileBackend(Backend):
             except BaseException:
                 self._base.close()
                 raise
-        self.slots = self._slots = FileSlots(self, size, elastic=settings.elastic)
+        self.slots = self._slots = FileSlots(
+            self.liveness, size, self._begin_epoch, elastic=settings.elastic
+        )
 
     @classmethod
     def check(cls, topology: Topology, settings: Settings) -> None:
@@ -220,7 +222,7 @@ class FileBackend(Backend):
         """Return the latest word of `rank`."""
         return self.liveness.published(self._slots.members[rank])
 
-    def begin_epoch(self, epoch: int, topology: Topology) -> None:
+    def _begin_epoch(self, epoch: int, topology: Topology) -> None:
         """Close all boards; those of this epoch have other files, and the others' are removed."""
         for board in self._boards:
             board.close()

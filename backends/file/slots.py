@@ -14,24 +14,27 @@ if TYPE_CHECKING:
 
     from syncprims.interface import State, Topology
 
-    from .backend import FileBackend
     from .liveness import Liveness
 
 
 class FileSlots(Slots):
-    """The slots of the world that `backend` has joined."""
+    """The liveness slots of a world."""
 
-    def __init__(self, backend: FileBackend, size: int, *, elastic: bool) -> None:
+    def __init__(
+        self,
+        liveness: Liveness,
+        size: int,
+        begin_epoch: Callable[[int, Topology], None],
+        *,
+        elastic: bool,
+    ) -> None:
         self.members = tuple(range(size))
-        self.own = backend.liveness.rank
+        self.own = liveness.rank
         self.most = size
         self.open = elastic
-        self._backend = backend
+        self._liveness = liveness
+        self._begin_epoch = begin_epoch
         self._next = size  # the first slot that may wait to join
-
-    @property
-    def _liveness(self) -> Liveness:
-        return self._backend.liveness
 
     def publish_call(self, call: bytes) -> None:
         """Publish the call in this rank's slot, and wake those that wait for it."""
@@ -51,8 +54,9 @@ class FileSlots(Slots):
         if not self.open:
             return []
         liveness = self._liveness
-        slots = [slot for slot in range(self._next, liveness.count_slots())
-                 if slot not in self.members]
+        slots = [
+            slot for slot in range(self._next, liveness.count_slots()) if slot not in self.members
+        ]
         living = [slot for slot in slots if liveness.state(slot)[0] == "alive"]
         if slots and not living:
             self._next = slots[-1] + 1
@@ -85,7 +89,7 @@ class FileSlots(Slots):
         """Close all boards, and remove their files on the first rank."""
         self._next = max(self._next, *self.members)
         self.epoch = epoch
-        self._backend.begin_epoch(epoch, topology)
+        self._begin_epoch(epoch, topology)
 
     def now(self) -> float:
         """Return the time of the boards."""

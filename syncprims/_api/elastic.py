@@ -4,17 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from syncprims._protocol.validation import seconds, whole_number
-from syncprims._world.membership import Change
+from syncprims._world.epoch import Change
 from syncprims._world.runtime import current, reform_world
 from syncprims._world.world import rounds_completed, set_rounds_completed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from syncprims._world.group import Seconds
 
 T = TypeVar("T")
@@ -70,6 +67,7 @@ def hand_over(tree: T, change: Change) -> T:
 
 
 def _state_of(tree: Any) -> Any:
+    """Return what travels: states in place of the objects that have one."""
     if type(tree).__name__ == "DTensor":
         raise TypeError(
             "hand_over() takes state that every rank has whole, and this tensor is distributed "
@@ -77,23 +75,22 @@ def _state_of(tree: Any) -> Any:
         )
     if hasattr(tree, "load_state_dict"):
         return _state_of(tree.state_dict())
-    return _map(_state_of, tree)
+    kind: Any = type(tree)
+    if kind is dict:
+        return {key: _state_of(value) for key, value in tree.items()}
+    if kind in (list, tuple):
+        return kind(map(_state_of, tree))
+    return tree
 
 
 def _restore(tree: Any, state: Any) -> Any:
+    """Return what arrived; where `tree` has objects that take a state, they take it."""
     if hasattr(tree, "load_state_dict"):
         tree.load_state_dict(state)
         return tree
-    if isinstance(tree, Mapping) and isinstance(state, Mapping):
-        return type(tree)({key: _restore(tree.get(key), value) for key, value in state.items()})
-    if type(tree) in (list, tuple) and len(tree) == len(state):
-        return type(tree)(map(_restore, tree, state))
-    return state
-
-
-def _map(function: Callable[[Any], Any], tree: Any) -> Any:
-    if isinstance(tree, Mapping):
-        return {key: function(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(map(function, tree))
-    return tree
+    kind: Any = type(tree)
+    if kind is not type(state) or kind not in (dict, list, tuple):
+        return state
+    if kind is dict:
+        return {key: _restore(tree.get(key), value) for key, value in state.items()}
+    return kind(map(_restore, tree, state)) if len(tree) == len(state) else state

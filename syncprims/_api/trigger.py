@@ -45,7 +45,8 @@ class Trigger:
         self._lag = lag
         # Set or not, and why. A dict, since one operation on it is atomic, also for a signal.
         self._set: dict[str, tuple[str | None]] = {}
-        self._before: tuple[Group, PendingRound] | None = None
+        # The check before: its group, its round, and why the flag was set for it.
+        self._before: tuple[Group, PendingRound, tuple[str | None] | None] | None = None
         self._group: Group | None = None  # that is checked
         self._set_in: Group | None = None  # whose members all know that it is set
         self.ranks: list[int] = []  #: after a true check: which ranks had set it
@@ -82,9 +83,12 @@ class Trigger:
         if self._set_in is group:
             return True
         rounds = rounds_of(group)
+        before = self._before
         if self._set_in is not None and rounds_of(self._set_in).closed is not None:
             self._set_in = None  # that world is over: the ranks of this one need not know
             self._set.setdefault("reason", (self.reason,))
+        elif before is not None and before[0] is not group and before[2] is not None:
+            self._set.setdefault("reason", before[2])  # no check has answered for it
         why = None
         try:
             note = rounds.note("trigger", self._name)
@@ -101,12 +105,11 @@ class Trigger:
             if not self._lag:
                 return rounds.meet(note, group._timeout, self._read)
             # The check before may be of another group or world: then this is the first one here.
-            before = self._before
             earlier = before[1] if before is not None and before[0] is group else None
 
             def check() -> bool:
                 pending = rounds.post_deferred(note, group._timeout)
-                self._before = group, pending
+                self._before = group, pending, why
                 return earlier is not None and self._read(rounds.collect_deferred(earlier))
 
             return rounds.atomic_call(note.label, check)

@@ -23,81 +23,24 @@ from syncprims import errors
 from syncprims._protocol.call_site import describe_call
 from syncprims.errors import (
     BackendUnavailable,
-    Evicted,
     PeerFailed,
     PeerLost,
     SyncError,
     SyncTimeout,
     WorldClosed,
 )
-from syncprims.interface import UNKNOWN
 
+from .epoch import JOINER, Epoch
 from .group import rounds_of
 from .world import begin_epoch, join_world, leave_rounds, rounds_completed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncprims.interface import Backend, Slots, Topology
+    from syncprims.interface import Backend, Slots
 
+    from .epoch import Change
     from .world import World
-
-_LONGEST_WAIT = 0.25  # seconds between two looks at who has ended
-_JOINER = -1  # in place of the number of rounds that a process has completed
-
-
-class Change(NamedTuple):
-    """What one :func:`reform` has changed; the same on all ranks but for `rank_before`."""
-
-    epoch: int  #: its number; the world began with epoch 0
-    members: tuple[int | None, ...]  #: by new rank: the rank before, or None for one that joined
-    lost: tuple[int, ...]  #: ranks of the world before that are no members any more
-    joined: tuple[int, ...]  #: new ranks of the processes that have joined
-    rank_before: int | None  #: this process's own; None if it has joined
-    furthest: int  #: the lowest of the new ranks that have completed the most rounds
-    rounds: tuple[int, ...]  #: by new rank: how many it had completed; less than 0: it has joined
-
-
-class Epoch(NamedTuple):
-    """A decided membership."""
-
-    number: int
-    size_before: int  #: of the last world in which all had met
-    members: Sequence[tuple[int, int | None, int]]  #: slot, rank in that world, rounds completed
-
-    def change(self, slot: int) -> Change:
-        """Return what the process of `slot` has to know."""
-        before = [rank for _, rank, _ in self.members]
-        rounds = [count for *_, count in self.members]
-        return Change(
-            self.number,
-            tuple(before),
-            tuple(sorted({*range(self.size_before)} - {*before})),
-            tuple(rank for rank, old in enumerate(before) if old is None),
-            before[self.rank(slot)],
-            rounds.index(max(rounds)),
-            tuple(rounds),
-        )
-
-    def rank(self, slot: int) -> int:
-        """Return the new rank of the process of `slot`."""
-        return self.slots.index(slot)
-
-    def topology(self, slot: int, before: Topology) -> Topology:
-        """Return the topology of the process of `slot`; its hosts are not known yet."""
-        return before._replace(
-            rank=self.rank(slot),
-            world_size=len(self.members),
-            local_rank=UNKNOWN,
-            local_world_size=UNKNOWN,
-            node_rank=UNKNOWN,
-            num_nodes=UNKNOWN,
-        )
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """The slots of the members, by rank."""
-        return tuple(slot for slot, *_ in self.members)
 
 
 def _name(epoch: int) -> str:
@@ -188,12 +131,16 @@ def await_admission(backend: Backend) -> Epoch:
     slots = backend.slots
     assert slots is not None
     members, number = slots.members, 1
+
+    def is_decided_or_over() -> bool:
+        ended = all(slots.state(slot) not in ("alive", "unknown") for slot in members)
+        return ended or slots.decided(_name(number)) is not None
+
     while True:
-        name = _name(number)
-        while (word := slots.decided(name)) is None:
-            if all(slots.state(slot) not in ("alive", "unknown") for slot in members):
-                raise PeerLost("all ranks of the run ended while this process waited to join it")
-            slots.wait(lambda: slots.decided(name) is not None, _LONGEST_WAIT, members)  # noqa: B023
+        slots.wait(is_decided_or_over, math.inf, ())
+        word = slots.decided(_name(number))
+        if word is None:
+            raise PeerLost("all ranks of the run ended while this process waited to join it")
         epoch, number = _decode(word), number + 1
         if isinstance(epoch, Epoch):
             members = epoch.slots
@@ -232,27 +179,22 @@ class _Vote:
 
         :raises SyncTimeout: on all ranks that have called, if one that lives has not.
         :raises PeerLost: on all of them, if fewer are left than one of them accepts.
-        :raises Evicted: if the others have decided without this process.
         """
         slots = self._slots
         slots.publish_call(self._mine)
         warn_at = self._begin + self._warn_every
+        if self._deadline == math.inf and rounds_of(self._world.group).board.virtual_time:
+            warn_at = math.inf  # such a wait lasts forever
         while (decision := self._look()) is None:
             now = slots.now()
             if now >= warn_at:
                 self._warn(now)
                 self._warn_every *= 2
                 warn_at = now + self._warn_every
-            seconds = min(self._deadline, warn_at, now + _LONGEST_WAIT) - now
+            seconds = min(self._deadline, warn_at) - now
             slots.wait(lambda: not self._absent() or self._decided(), seconds, self._absent())
         if isinstance(decision, SyncError):
             raise decision
-        if slots.own not in decision.slots:
-            raise Evicted(
-                f"the other ranks have gone on without this process, in epoch {decision.number}: "
-                f"they could not reach it. End it; a replacement may join",
-                call=self._call,
-            )
         return decision
 
     def _decided(self) -> bool:
@@ -301,7 +243,7 @@ class _Vote:
         # In the order before; those that joined an epoch whose ranks never met are the last.
         members.sort(key=lambda member: (member[1] is None, member[1] or 0))
         room = self._slots.most - len(members)
-        members += [(slot, None, _JOINER) for slot in self._slots.waiting()[:room]]
+        members += [(slot, None, JOINER) for slot in self._slots.waiting()[:room]]
         epoch = Epoch(self._number, before.size_before, members)
         least = max(least for _, least in calls.values())
         if len(members) >= least:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from syncprims.interface import Backend, Board, Settings, Topology
 
-    from .membership import Change, Epoch
+    from .epoch import Change, Epoch
 
 #: Seconds after which a wait ends where the backend cannot distinguish a dead rank from a slow one.
 BLIND_TIMEOUT = 1800.0
@@ -437,7 +437,7 @@ def set_world_timeout(world: World, timeout: float) -> None:
         group._timeout = timeout
 
 
-# -- for `reform` -----------------------------------------------------------------------------------
+# -- for `reform` ---------------------------------------------------------------------------------
 
 
 def rounds_completed(world: World) -> int:
@@ -478,7 +478,7 @@ def begin_epoch(
     world._begin(topology, epoch, rounds)
 
 
-# -- the end ----------------------------------------------------------------------------------------
+# -- the end ---------------------------------------------------------------------------------------
 
 
 def close_world(world: World, why: Callable[[], SyncError]) -> None:

@@ -84,18 +84,12 @@ class ProbedBackend(Backend):
     def __init__(self, inner: Backend, probe: Probe) -> None:
         self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
         self._probe = probe
-        self.slots = None if inner.slots is None else ProbedSlots(inner.slots, probe)
+        self.slots = None if inner.slots is None else _probe_slots(inner.slots, probe)
 
     def board(self, members: Sequence[int], name: str = "") -> Board:
         """Return the board of `members`, probed."""
         self._probe.check_alive()
-        slots = self.inner.slots
-        return ProbedBoard(
-            open_board(self.inner, members, name),
-            self._probe,
-            members if slots is None else [slots.members[rank] for rank in members],
-            "" if slots is None or not slots.epoch else f"epoch {slots.epoch}",
-        )
+        return ProbedBoard(open_board(self.inner, members, name), self._probe, self.inner.slots)
 
     def close_board(self, board: Board) -> bool:
         """Release a board that this backend has returned."""
@@ -167,17 +161,23 @@ class ProbedSlots(Slots):
         self._probe.outcome.waits = None
 
 
-class ProbedBoard(Board):
-    """A board whose rounds are recorded.
+def _probe_slots(inner: Slots, probe: Probe) -> Slots:
+    make: Any = ProbedSlots  # which gets the rest of its methods below
+    slots: Slots = make(inner, probe)
+    return slots
 
-    They are those of `ranks`, which these are when the world starts, at the board `name`.
-    """
+
+class ProbedBoard(Board):
+    """A board whose rounds are recorded, by the ranks that the members had at the start."""
 
     observed = True
 
-    def __init__(self, inner: Board, probe: Probe, ranks: Sequence[int], name: str) -> None:
+    def __init__(self, inner: Board, probe: Probe, slots: Slots | None = None) -> None:
         self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
-        self._ranks, self._name = tuple(ranks), f"{inner.name} {name}".strip()
+        self._ranks, self._name = inner.members, inner.name
+        if slots is not None and slots.epoch:
+            self._ranks = tuple(slots.members[rank] for rank in inner.members)
+            self._name = f"{inner.name} epoch {slots.epoch}".strip()
         self._probe = probe
         self._last: RecordedCall | str | None = None  # the call of the last round
         self._recorded = 0  # the last round whose call is recorded
