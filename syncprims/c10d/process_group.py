@@ -541,26 +541,17 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- point to point -------------------------------------------------------------------------
 
-    def _peer(self, what: str, rank: int) -> int:
-        """Accept a group rank.
-
-        :raises ValueError: if there is none of that number.
-        """
-        if not 0 <= rank < len(self._ranks):
-            raise ValueError(f"{what}={rank} is no rank of a group of {len(self._ranks)} ranks")
-        return rank
-
     @_recorded("send")
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
         """Send a tensor; the `Work` is over when it may be changed."""
         (tensor,) = _listed(tensors)
-        return self._point_to_point.send(tensor, self._peer("dst", dst), tag, self._timeout)
+        return self._point_to_point.send(tensor, dst, tag, self._timeout)
 
     @_recorded("recv")
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Any:
         """Receive into a tensor; the `Work` is over when it is filled."""
         (tensor,) = _listed(tensors)
-        return self._point_to_point.receive(tensor, self._peer("src", src), tag, self._timeout)
+        return self._point_to_point.receive(tensor, src, tag, self._timeout)
 
     @_recorded("recvAnySource")
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
