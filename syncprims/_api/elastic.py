@@ -75,7 +75,7 @@ def _state_of(tree: Any) -> Any:
         )
     if hasattr(tree, "load_state_dict"):
         return _state_of(tree.state_dict())
-    kind: Any = type(tree)
+    kind = _kind(tree)
     if kind is dict:
         return {key: _state_of(value) for key, value in tree.items()}
     if kind in (list, tuple):
@@ -88,9 +88,13 @@ def _restore(tree: Any, state: Any) -> Any:
     if hasattr(tree, "load_state_dict"):
         tree.load_state_dict(state)
         return tree
-    kind: Any = type(tree)
-    if kind is not type(state) or kind not in (dict, list, tuple):
+    kind = _kind(tree)
+    if kind is not _kind(state) or kind not in (dict, list, tuple):
         return state
     if kind is dict:
         return {key: _restore(tree.get(key), value) for key, value in state.items()}
     return kind(map(_restore, tree, state)) if len(tree) == len(state) else state
+
+
+def _kind(value: object) -> Any:
+    return type(value)
