@@ -148,10 +148,11 @@ class ThreadBackend(Backend):
         """Leave the board; its members meet at a new one."""
         closed = self._closed.get((board.members, board.name), 0)
         key = self._slots.epoch, board.members, board.name, closed
-        shared = self._world.boards[key]
-        shared.left += 1
-        if shared.left == len(board.members):
-            del self._world.boards[key]
+        shared = self._world.boards.get(key)  # None: others are in a new epoch
+        if shared is not None:
+            shared.left += 1
+            if shared.left == len(board.members):
+                del self._world.boards[key]
         self._closed[board.members, board.name] = closed + 1
         return True
 
