@@ -26,14 +26,18 @@ from .tensors import OutputTensors, describe, items_of, nothing
 from .torch_internals import (
     BETWEEN,
     NAME,
+    count_modes,
     default_timeouts,
     dist,
     finished_work,
     is_profiling,
     keep_from_compiler,
+    make_backend_error,
     recorded,
     reduction_of,
+    show_to_modes,
     with_old_names,
+    without_modes,
 )
 
 if TYPE_CHECKING:
@@ -104,16 +108,29 @@ def _collective(title: str, tensors: int = 1, shown: int = 0) -> Callable[[M], M
 
 
 def _recorded(title: str, shown: int = 0) -> Callable[[M], M]:
-    """Show a method to the profilers of torch; the compiler of torch does not trace it."""
+    """Show a method to profilers and modes of torch; the compiler of torch does not trace it.
+
+    Its errors are also those that torch's own backends raise.
+    """
 
     def decorate(method: M) -> M:
         @keep_from_compiler
         @functools.wraps(method)
         def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
-            if not is_profiling():
-                return method(self, *args, **named)
-            with recorded(f"{self.served_as}:{title}", _flattened([*args[shown : shown + 1]])):
-                return method(self, *args, **named)
+            try:
+                if count_modes():
+                    tensors = _flattened([*args])
+                    name = method.__name__
+                    work = show_to_modes(self, name, tensors, lambda of: of(*args, **named))
+                    with without_modes():
+                        return work or call(self, *args, **named)
+                if not is_profiling():
+                    return method(self, *args, **named)
+                with recorded(f"{self.served_as}:{title}", _flattened([*args[shown : shown + 1]])):
+                    return method(self, *args, **named)
+            except SyncError as error:
+                make_backend_error(error)
+                raise
 
         return cast("M", call)
 
@@ -334,12 +351,14 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- collectives ----------------------------------------------------------------------------
 
+    @_recorded("barrier")
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return when every member has come."""
         given = getattr(opts, "timeout", opts) if timeout is None else timeout
         self._rounds.meet(self._note("barrier"), self._limit(given))
         return finished_work()
 
+    @_recorded("monitored_barrier")
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Return when every member has come; all missing ones are named in any case."""
         self._rounds.meet(self._note("monitored_barrier"), self._limit(timeout))

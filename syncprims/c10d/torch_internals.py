@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 from torch.futures import Future
 
-from syncprims.errors import BackendUnavailable
+from syncprims.errors import BackendUnavailable, SyncError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -30,6 +30,7 @@ dist: Any = torch.distributed  # its types leave out what its documentation name
 C = TypeVar("C", bound=type)
 M = TypeVar("M", bound="Callable[..., Any]")
 
+_DEVICES = ("cpu", "cuda")
 NAME = "syncprims"  #: of the backend, as in ``init_process_group("syncprims")``
 
 _STANDARD, _PACKAGES = Path(os.__file__).parent, Path(torch.__file__).parent.parent
@@ -56,6 +57,10 @@ _OLD_NAMES = {
     "all_to_all_single": "alltoall_base",
     "set_timeout": "_set_default_timeout",
 }
+
+
+#: How many modes of torch's dispatcher are active in this thread (2.0 and newer).
+count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def missing(name: str) -> BackendUnavailable:
@@ -162,6 +167,53 @@ def reduction_of(given: Any) -> tuple[str, Any]:
     if name is None:
         raise ValueError(f"the c10d backend {NAME!r} cannot reduce with {given}")
     return name, given.factor if name == "premul_sum" else None
+
+
+def show_to_modes(group: Any, name: str, tensors: Sequence[torch.Tensor], call: Any) -> Any:
+    """Let the active modes of torch's dispatcher see a call; return its handle if that was all.
+
+    A process group in Python is called past the dispatcher. So ``call(double)`` makes the call
+    `name` first for a group in C++ that transfers nothing (`FakeProcessGroup`, 2.1 and newer). That
+    is all there is to do for fake tensors.
+    """
+    from torch._C import _distributed_c10d
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    fake = _find(_distributed_c10d, "FakeProcessGroup")
+    make: Any = getattr(fake, "_create_internal", fake)  # in older versions, the class itself
+    place = group.rank(), group.size()
+    double, kind = dist.ProcessGroup(*place), dist.ProcessGroup.BackendType.CUSTOM
+    for device in _DEVICES:
+        double._register_backend(torch.device(device), kind, make(*place))
+    double._set_default_backend(kind)
+    work = call(getattr(double, name, None) or getattr(double, _OLD_NAMES[name]))
+    return work if any(isinstance(tensor, FakeTensor) for tensor in tensors) else None
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which no mode is active (`_disable_current_modes`, 2.0 and newer)."""
+    from torch.utils import _python_dispatch
+
+    return cast("Any", _find(_python_dispatch, "_disable_current_modes")())
+
+
+@functools.cache
+def _kind_of_backends(kind: type[SyncError]) -> type[SyncError]:
+    def reduce(error: SyncError) -> tuple[Any, ...]:
+        return _restore, (kind, str(error), error.facts())
+
+    names = {"__module__": kind.__module__, "__reduce__": reduce}
+    return type(kind.__name__, (kind, dist.DistBackendError), names)
+
+
+def _restore(kind: type[SyncError], message: str, facts: dict[str, Any]) -> SyncError:
+    return _kind_of_backends(kind)(message, **facts)
+
+
+def make_backend_error(error: SyncError) -> None:
+    """Make `error` a ``DistBackendError`` as well, as which programs catch a lost peer."""
+    if not isinstance(error, dist.DistBackendError):
+        error.__class__ = _kind_of_backends(type(error))
 
 
 def is_profiling() -> bool:
