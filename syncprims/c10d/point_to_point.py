@@ -22,7 +22,7 @@ from syncprims.errors import PeerLost, SyncError, dump
 from syncprims.interface import Label, Note
 
 from .tensors import OutputTensors, items_of
-from .torch_internals import BETWEEN, finished_work
+from .torch_internals import BETWEEN, finished_work, make_backend_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -223,6 +223,9 @@ class Channel:
                 else:
                     return moved
                 moved = True
+        except SyncError as error:
+            make_backend_error(error)
+            raise
         finally:
             self._background.keep(self, unfinished=bool(self._queue))
             self._moving = False

@@ -146,10 +146,14 @@ class ThreadWorld:
                     thread.join()  # it has nothing left to do
             if not self._end(self._threads):
                 run.gave_up += ". A thread could not be ended, and is left alone"
-            # As at the end of a process. One that works, or has an end to wait for, ends by itself.
+            # As at the end of a process: one that works ends by itself, for a time.
             waiting = waiting_threads() & busy_threads()
             helpers = {thread for of_rank in self.scheduler.threads for thread in of_rank.started}
             self._end([thread for thread in helpers if thread.ident in waiting])
+            end, busy = time.monotonic() + _GRACE, busy_threads()
+            for thread in helpers:
+                if thread.ident in busy and not thread.daemon:
+                    thread.join(max(0.0, end - time.monotonic()))
         run.steps = self.scheduler.steps
         return run
 

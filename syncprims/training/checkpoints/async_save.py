@@ -38,8 +38,11 @@ _WAIT = "Saving.wait"  # the call under whose name ranks wait for each other
 _GRACE = 60.0  # seconds that a program that has ended waits for the other ranks
 
 
-def start_save(save: Save) -> Saving:
-    """Copy what this rank writes, and return while a thread writes it."""
+def start_save(save: Save, lock: contextlib.ExitStack) -> Saving:
+    """Copy what this rank writes, and return while a thread writes it.
+
+    Then the thread closes `lock`, or after a failure the call that waits for it.
+    """
     extras = current().extras
 
     def copy() -> list[FilePlan]:
@@ -55,7 +58,7 @@ def start_save(save: Save) -> Saving:
     with cleanup_on_error(save.doing, clean_up):
         copied, _ = coordinate(save.doing, copy, lambda _: None)
         saving = extras[_KEY] = _BackgroundSaving(save._replace(files=copied))
-        saving.start()
+        saving.start(lock)
     return saving
 
 
@@ -115,8 +118,9 @@ class _BackgroundSaving(Saving):
             name="syncprims-save",
         )
 
-    def start(self) -> None:
-        """Start to write."""
+    def start(self, lock: contextlib.ExitStack) -> None:
+        """Start to write, and own `lock`."""
+        self._lock = lock.pop_all()
         self.begun = True  # first: a signal handler may raise in `start`, and the thread runs on
         self._thread.start()
 
@@ -135,7 +139,7 @@ class _BackgroundSaving(Saving):
             return  # an earlier call has waited
         del extras[_KEY]
         wait([self._written])
-        with self._group, cleanup_on_error(doing, self._cancel):
+        with self._lock, self._group, cleanup_on_error(doing, self._cancel):
             coordinate(doing, self._written.result, call=_WAIT)
             self._join()
             coordinate(doing, self._committed.result, call=_WAIT)
@@ -188,6 +192,7 @@ class _BackgroundSaving(Saving):
             save.abandon()
             raise
         save.commit(written)
+        self._lock.close()
 
 
 def _is_awaited(save: Save) -> bool:

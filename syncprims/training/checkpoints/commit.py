@@ -15,6 +15,7 @@ import errno
 import os
 import re
 import secrets
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from syncprims import CheckpointError
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LOCK_SECONDS = 300.0  # that a save waits for one of another program to the same directory
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}")
 
 
@@ -65,32 +67,78 @@ class Place(NamedTuple):
         return self.folder != self.path
 
     @classmethod
-    def prepare(cls, path: str) -> Place:
-        """Prepare for a save to `path`. Only the leading rank calls this."""
-        parent, name = os.path.split(path)
-        filesystem.make_directory(parent)
-        for entry in filesystem.names(parent):
-            if final_name(entry) == name:  # a killed save left it
-                filesystem.remove_directory_or_log(f"{parent}/{entry}")
-        token = new_token()
+    def prepare(cls, doing: str, path: str, stack: contextlib.ExitStack) -> Place:
+        """Prepare for a save to `path`. Only the leading rank calls this.
+
+        No other program saves there until `stack` is closed. If this one fails, the caller removes
+        the place first.
+
+        :raises CheckpointError: if another program still does so after :data:`LOCK_SECONDS`.
+        """
+        filesystem.make_directory(os.path.dirname(path))  # noqa: PTH120
+        end = time.monotonic() + LOCK_SECONDS
+        while True:
+            with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                return cls._lock(path, stack)
+            if time.monotonic() >= end:
+                raise CheckpointError(
+                    f"{doing}: another save, of another program or in the background, writes to "
+                    f"{path} and has not finished within {LOCK_SECONDS:g} s. Wait for its end, or "
+                    f"save to another directory.",
+                    path=path,
+                )
+            time.sleep(0.02 + 0.05 * secrets.randbelow(100) / 100)  # of two, one comes first
+
+    @classmethod
+    def _lock(cls, path: str, stack: contextlib.ExitStack) -> Place:
+        """Return a place that is locked until `stack` is closed.
+
+        :raises BlockingIOError: if another program saves to `path`.
+        :raises FileNotFoundError: if another program has just changed something there.
+        """
+        (parent, name), token = os.path.split(path), new_token()
         if filesystem.exists(path):
             if not filesystem.is_directory(path):
                 what = "this exists, and is not a directory"
                 raise OSError(errno.ENOTDIR, what, path)
             # Empty or not, it stays: it may be a mount, or have access rights of its own.
+            stack.callback(filesystem.DirectoryLock(path).release)
             return cls(path, path, filesystem.names(path), token)
         new = cls(path, f"{parent}/{temporary(name, token)}", [], token)
-        try:
-            filesystem.make_directory(new.folder)
-        except BaseException:
-            new.remove()
-            raise
+        with contextlib.ExitStack() as lock:
+            try:
+                filesystem.make_directory(new.folder)
+                lock.callback(filesystem.DirectoryLock(new.folder).release)
+                for entry in filesystem.names(parent):
+                    if final_name(entry) == name and f"{parent}/{entry}" != new.folder:
+                        remove_unlocked(f"{parent}/{entry}")  # a killed save left it
+                if filesystem.exists(path):
+                    raise BlockingIOError
+            except BaseException:
+                new.remove()
+                raise
+            stack.callback(lock.pop_all().close)
         return new
 
     def remove(self) -> None:
         """Remove the directory if it is new and still has its temporary name."""
         if self.is_new:
             filesystem.remove_directory_or_log(self.folder)
+
+
+def remove_unlocked(folder: str, away: str | None = None) -> None:
+    """Remove a directory, first renamed to `away`; log a failure to remove it.
+
+    :raises BlockingIOError: if another program saves there.
+    """
+    if filesystem.is_directory(folder):
+        lock = filesystem.DirectoryLock(folder)
+        try:
+            if away is not None:
+                filesystem.rename(folder, away)
+            filesystem.remove_directory_or_log(away or folder)
+        finally:
+            lock.release()
 
 
 def split_by_size(tensors: Tensors, most: int) -> list[Tensors]:
@@ -312,9 +360,16 @@ class Plan(NamedTuple):
 
 @contextlib.contextmanager
 def planned(
-    doing: str, team: Team, path: str, make_plan: Callable[[], Plan], difference: str
+    doing: str,
+    team: Team,
+    path: str,
+    make_plan: Callable[[], Plan],
+    difference: str,
+    lock: contextlib.ExitStack,
 ) -> Generator[Save]:
     """Yield the save that all ranks have planned together.
+
+    No other program saves to the directory until `lock` is closed.
 
     :raises CheckpointError: on all ranks, if one of them cannot plan it, or has other objects.
     """
@@ -323,7 +378,7 @@ def planned(
     places: list[Place] = []  # on the leading rank
 
     def prepare() -> list[Any]:
-        places.extend([Place.prepare(path)] if team.leads else [])
+        places.extend([Place.prepare(doing, path, lock)] if team.leads else [])
         return list(places[0]) if places else []
 
     with cleanup_on_error(doing, lambda: [place.remove() for place in places]):

@@ -62,7 +62,10 @@ def save_model(
     def plan() -> commit.Plan:
         return _plan_model(doing, team, model, most, first_file)
 
-    with commit.planned(doing, team, path, plan, "have different models") as save:
+    with (
+        contextlib.ExitStack() as lock,
+        commit.planned(doing, team, path, plan, "have different models", lock) as save,
+    ):
         save.run()
 
 

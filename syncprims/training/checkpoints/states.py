@@ -25,6 +25,7 @@ from .commit import (
     final_name,
     new_token,
     planned,
+    remove_unlocked,
     split_by_size,
     temporary,
     with_unused_names,
@@ -157,11 +158,12 @@ def save_to(
         states = {name: split_state(state_of(thing)) for name, thing in objects.items()}
         return _plan_state(doing, team, step, states, split_state(own))
 
-    with planned(doing, team, path, plan, "have different states") as save:
-        save = save._replace(on_commit=on_commit)
-        if block:
-            save.run()
-    return Saving(path) if block else start_save(save)
+    with contextlib.ExitStack() as lock:
+        with planned(doing, team, path, plan, "have different states", lock) as save:
+            save = save._replace(on_commit=on_commit)
+            if block:
+                save.run()
+        return Saving(path) if block else start_save(save, lock)
 
 
 def _split(tensors: Tensors, count: int) -> list[Tensors]:
@@ -502,8 +504,8 @@ class Checkpoints:
             for step in gone:
                 # Rename it first, so that no reader finds half of one.
                 away = f"{self.directory}/{temporary(f'{self.prefix}{step}', new_token())}"
-                filesystem.rename(self.path(step), away)
-                filesystem.remove_directory_or_log(away)
+                with contextlib.suppress(BlockingIOError):
+                    remove_unlocked(self.path(step), away)
             # Another process may be saving one of the later steps now.
             oldest = min({*steps, saved} - {*gone})
             for name in filesystem.names(self.directory):
@@ -511,7 +513,8 @@ class Checkpoints:
                 number = final.removeprefix(self.prefix)
                 whole = final.startswith(self.prefix) and number.isdecimal()
                 if whole and int(number) < oldest:
-                    filesystem.remove_directory_or_log(f"{self.directory}/{name}")
+                    with contextlib.suppress(BlockingIOError):
+                        remove_unlocked(f"{self.directory}/{name}")
         except OSError as error:
             text = "could not remove older checkpoints in %s: %s"
             filesystem.LOG.warning(text, self.directory, error)
