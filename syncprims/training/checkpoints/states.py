@@ -31,7 +31,7 @@ from .commit import (
 )
 from .coordination import check_equal, coordinate, directory_path, meet
 from .integrity import check_file_name, read_current, refusal
-from .safetensors_file import SafetensorsFile, StoredTensor, byte_size, write_safetensors
+from .safetensors_file import byte_size, read_safetensors, write_safetensors
 from .stateful import State, Stateful, split_state, state_of
 
 if TYPE_CHECKING:
@@ -268,13 +268,12 @@ def load_state(
                 f"any_world_size=True: then the ranks go on with their own.",
                 path=file,
             )
-        with contextlib.ExitStack() as stack:
-            reader = _StateReader(path, saved, strict, stack, {})
-            states = reader.common_states(objects)
-            if count != here:
-                return states, None
-            own_states, rng_state = reader.rank_states(own, ranks.index(get_rank()), rng)
-            return {**states, **own_states}, rng_state
+        reader = _StateReader(path, saved, strict)
+        states = reader.common_states(objects)
+        if count != here:
+            return states, None
+        own_states, rng_state = reader.rank_states(own, ranks.index(get_rank()), rng)
+        return {**states, **own_states}, rng_state
 
     def read() -> tuple[dict[str, Any], Any]:
         nonlocal saved
@@ -322,8 +321,6 @@ class _StateReader(NamedTuple):
     path: str
     manifest: Manifest
     strict: bool
-    stack: contextlib.ExitStack  #: closes the files
-    files: dict[str, SafetensorsFile]  #: those that are open, and have been checked
 
     def common_states(self, objects: Mapping[str, Stateful]) -> dict[str, Any]:
         """Return the states of the objects that are the same on all ranks."""
@@ -358,21 +355,11 @@ class _StateReader(NamedTuple):
             )  # fmt: skip
         return [name for name in here if name in saved]
 
-    def _file(self, name: str) -> SafetensorsFile:
-        """Return an open file, all of which has been checked."""
-        if name not in self.files:
-            file = SafetensorsFile(f"{self.path}/{name}")
-            self.stack.callback(file.close)
-            file.check_digest(self.manifest.files[name])
-            file.read({}, check=True)
-            self.files[name] = file
-        return self.files[name]
-
     def _state(self, name: str, saved: SavedState, targets: Mapping[str, Any]) -> Any:
-        stored: dict[str, StoredTensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
 
         def load_tensor(key: str) -> torch.Tensor:
-            tensor = stored[key].load()
+            tensor = tensors[key]
             # A state of an optimizer is distributed as its parameter is.
             target = targets.get(key, targets.get(".".join(key.split(".")[:2])))
             if target is None or target.shape != tensor.shape:
@@ -381,7 +368,7 @@ class _StateReader(NamedTuple):
 
         try:
             for file in saved.files:
-                stored |= self._file(file).tensors
+                tensors |= read_safetensors(f"{self.path}/{file}", self.manifest.files[file])
             return stateful.join_state(saved.tree, load_tensor)
         except CheckpointError:
             raise
