@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch.utils import data
@@ -27,6 +27,9 @@ from .sampling import (
     seed_generators,
     with_inner,
 )
+
+if TYPE_CHECKING:
+    from syncprims import Change
 
 T = TypeVar("T")
 _END: Any = object()  # never a batch
@@ -91,14 +94,6 @@ class OpenLoaders:
     def is_open(self, cursor: Cursor | None) -> bool:
         """Return whether `cursor` is still being iterated."""
         return cursor in self._open
-
-
-class Change(Protocol):
-    """How the members of a world have changed."""
-
-    @property
-    def furthest(self) -> int:
-        """The new rank of the member that has completed the most rounds."""
 
 
 class PreparedLoader(DataLoader[T]):
@@ -231,10 +226,11 @@ class PreparedLoader(DataLoader[T]):
     def reshard(self, change: Change, *, keep: Literal["local", "global"] = "local") -> None:
         """Deal the rest of the epoch to the ranks that there are after a change. Collective.
 
-        All ranks take the position of the rank that is furthest. The batch that the body of a loop
-        has not finished is dealt again. A loop that runs goes on with its new batches, and so does
-        the next one after a loop that was left in the middle. `keep` says which size of a batch
-        stays: that of each rank, or that of all ranks together.
+        `change` is what :func:`syncprims.reform` has returned. All ranks take the position of the
+        rank that is furthest. The batch that the body of a loop has not finished is dealt again. A
+        loop that runs goes on with its new batches, and so does the next one after a loop that was
+        left in the middle. `keep` says which size of a batch stays: that of each rank, or that of
+        all ranks together.
 
         :raises RuntimeError: if the order does not follow from a seed.
         :raises ValueError: if the batches cannot be cut to the new size, or the sampler shards by
