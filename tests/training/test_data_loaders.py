@@ -219,36 +219,6 @@ def test_metrics_of_items_without_batches_are_gathered_whole(world: Ranks) -> No
     assert world.run(program) == [wanted * 2] * world.ranks
 
 
-class Range(IterableDataset[int]):
-    def __init__(self, start: int, end: int) -> None:
-        self.start, self.end = start, end
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.start, self.end))
-
-
-def split_range(worker: int) -> None:
-    """Give this worker a part of the dataset, as torch's own documentation does."""
-    info: Any = get_worker_info()
-    data = info.dataset
-    each = (data.end - data.start) // info.num_workers
-    data.start += worker * each
-    data.end = data.start + each
-
-
-@in_pairs
-def test_a_worker_splits_the_stream_that_it_finds(world: Ranks) -> None:
-    def program() -> list[int]:
-        plain: Any = DataLoader(
-            Range(0, 16), batch_size=2, num_workers=2, worker_init_fn=split_range
-        )
-        return [int(x) for batch in prepare_data_loader(plain) for x in batch]
-
-    dealt = world.run(program)
-    assert all(len(own) == 8 for own in dealt)
-    assert sorted(x for own in dealt for x in own) == list(range(16))
-
-
 @everywhere
 @pytest.mark.parametrize("seed", [None, 7])
 def test_a_shuffle_is_one_order_for_all_and_another_each_epoch(
