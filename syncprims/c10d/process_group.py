@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 import torch
 
 from syncprims._data import values
-from syncprims._data.arrays import empty_array, flat, raw
+from syncprims._data.arrays import empty_array, raw
 from syncprims._data.limits import LARGE
 from syncprims._data.plane import DataPlane
 from syncprims._data.reduction import combine
@@ -268,13 +268,13 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Read what c10d gives: objects with options, or single values, in any order."""
         op = root = timeout = None
         for value in given:
-            if isinstance(value, timedelta):
+            if (limit := getattr(value, "timeout", None)) is not None:
+                op, root = getattr(value, "reduceOp", op), getattr(value, "rootRank", root)
+                timeout = timeout or limit
+            elif isinstance(value, timedelta):
                 timeout = value
             elif isinstance(value, int):
                 root = value
-            elif (limit := getattr(value, "timeout", None)) is not None:
-                op, root = getattr(value, "reduceOp", op), getattr(value, "rootRank", root)
-                timeout = timeout or limit
             elif value is not None:
                 op = value
         name, factor = ("sum", None) if op is None else reduction_of(op)
@@ -351,11 +351,14 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- collectives ----------------------------------------------------------------------------
 
-    @_recorded("barrier")
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return when every member has come."""
         given = getattr(opts, "timeout", opts) if timeout is None else timeout
-        self._rounds.meet(self._note("barrier"), self._limit(given))
+        try:
+            self._rounds.meet(self._note("barrier"), self._limit(given))
+        except SyncError as error:
+            make_backend_error(error)
+            raise
         return finished_work()
 
     @_recorded("monitored_barrier")
@@ -563,7 +566,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             transport = DataPlane.of(rounds).transport()
             most = max(map(sum, known)) if known else sum(own_sizes[:count])
             in_note = transport is None or most < LARGE
-            sent = [raw(flat(part)) for part in parts] if in_note else []
+            sent = map(raw, parts) if in_note else ()
             mark = Mark.INLINE if in_note else Mark.NONE
             payload = b"".join([struct.pack(form, *own_sizes), *sent])
             posted = Note(note.label, mark, payload) if payload else note
@@ -579,7 +582,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 for other, row, room in zip(notes, sizes, rooms, strict=True):
                     if row[me]:
                         begin = begins + sum(row[:me])
-                        raw(flat(room))[:] = other.payload[begin : begin + row[me]]
+                        raw(room)[:] = other.payload[begin : begin + row[me]]
             else:
                 sequence = RoundSequence(rounds, note, limit)
                 transport.exchange(sequence, parts, rooms, [row[:count] for row in sizes])
