@@ -73,7 +73,7 @@ def create_process_group(options: Any, backend_options: object = None) -> SyncPr
 
 def _count(world: Any, key: tuple[tuple[int, ...], str]) -> int:
     """Return how many groups of these members and this name the world has had before."""
-    counts: dict[Any, int] = world.extras.setdefault("c10d", {})
+    counts: dict[Any, int] = world.extras.setdefault(f"c10d {world.epoch}", {})
     counts[key] = counts.get(key, 0) + 1
     return counts[key] - 1
 

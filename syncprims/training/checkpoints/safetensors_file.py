@@ -205,9 +205,13 @@ class StoredTensor(NamedTuple):
 
         :raises CheckpointError: as :meth:`SafetensorsFile.read`.
         """
-        tensor = in_huge_pages(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
+        tensor = self.allocate()
         self.file.read({self.name: tensor})
         return tensor
+
+    def allocate(self) -> torch.Tensor:
+        """Return new memory for it."""
+        return in_huge_pages(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
 
 
 class SafetensorsFile:
@@ -336,3 +340,15 @@ class SafetensorsFile:
             what = "wrong size, or cut off"
             raise refusal(self.path, what, f"{at} bytes", f"{self._file.size}")
         return {stored.name: stored for stored in tensors}
+
+
+def read_safetensors(path: str, digest: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of the file with this digest, read and checked in one pass.
+
+    :raises CheckpointError: if it is another file, or not as it was written.
+    """
+    with contextlib.closing(SafetensorsFile(path)) as file:
+        file.check_digest(digest)
+        tensors = {name: stored.allocate() for name, stored in file.tensors.items()}
+        file.read(tensors, check=True)
+    return tensors

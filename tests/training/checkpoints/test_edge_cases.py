@@ -189,8 +189,8 @@ def test_an_interrupt_right_after_a_save_behind_has_begun_takes_nothing_from_it(
     """The thread goes on, and so do those of the other ranks: they need what is there."""
 
     def program() -> int | None:
-        def start_and_be_interrupted(self: Any) -> None:
-            start(self)
+        def start_and_be_interrupted(self: Any, lock: Any) -> None:
+            start(self, lock)
             raise KeyboardInterrupt
 
         start, path = async_save._BackgroundSaving.start, tmp_path / "state"
