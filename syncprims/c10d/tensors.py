@@ -6,7 +6,6 @@ import functools
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 
 from syncprims._data.arrays import flat, is_array
@@ -46,6 +45,8 @@ def items_of(tensor: torch.Tensor) -> Any:
 def items_in(data: bytes, like: Any, begin: int) -> Any:
     """Return as many items as `like` has, of its dtype, from byte `begin` of `data`."""
     if is_array(like):
+        import numpy
+
         return numpy.frombuffer(data, like.dtype, len(like), begin)
     part = bytearray(data[begin : begin + like.nbytes])
     return torch.frombuffer(part, dtype=like.dtype)
