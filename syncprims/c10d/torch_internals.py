@@ -61,6 +61,8 @@ _OLD_NAMES = {
 
 #: How many modes of torch's dispatcher are active in this thread (2.0 and newer).
 count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+#: Whether a profiler of torch records now (1.0 and newer).
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def missing(name: str) -> BackendUnavailable:
@@ -214,12 +216,6 @@ def make_backend_error(error: SyncError) -> None:
     """Make `error` a ``DistBackendError`` as well, as which programs catch a lost peer."""
     if not isinstance(error, dist.DistBackendError):
         error.__class__ = _kind_of_backends(type(error))
-
-
-def is_profiling() -> bool:
-    """Return whether a profiler of torch records now (`torch.autograd._profiler_enabled`, 1.0)."""
-    enabled: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    return enabled
 
 
 def keep_from_compiler(method: M) -> M:

@@ -31,7 +31,7 @@ from .safetensors_file import in_huge_pages
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .commit import FilePlan, Save
+    from .commit import Save
 
 _KEY = "training.saving"  # of the save in progress, among the world's extras
 _WAIT = "Saving.wait"  # the call under whose name ranks wait for each other
@@ -45,19 +45,19 @@ def start_save(save: Save, lock: contextlib.ExitStack) -> Saving:
     """
     extras = current().extras
 
-    def copy() -> list[FilePlan]:
-        if save.team.leads:
+    def copy() -> None:
+        if save.leads:
             filesystem.write_small(save.report_path(0), b"")
         own = save.each_own_file(lambda _, tensors: _copy_to_host(tensors))
-        return [file._replace(tensors=own.get(file.name, {})) for file in save.files]
+        save.files = [file._replace(tensors=own.get(file.name, {})) for file in save.files]
 
     def clean_up() -> None:
-        if save.team.leads and not is_saving(extras):
+        if save.leads and not is_saving(extras):
             save.abandon()
 
     with cleanup_on_error(save.doing, clean_up):
-        copied, _ = coordinate(save.doing, copy, lambda _: None)
-        saving = extras[_KEY] = _BackgroundSaving(save._replace(files=copied))
+        coordinate(save.doing, copy)
+        saving = extras[_KEY] = _BackgroundSaving(save)
         saving.start(lock)
     return saving
 
@@ -189,7 +189,7 @@ class _BackgroundSaving(Saving):
         save = self._save
         if outcome.exception() is not None:
             save.remove_own_files()
-        if not save.team.leads:
+        if not save.leads:
             if outcome.exception() is not None and not _is_awaited(save):
                 return None  # the leading rank has failed, and removed what this one wrote to
             _report(save, message_of(outcome))
@@ -197,7 +197,7 @@ class _BackgroundSaving(Saving):
 
     def _commit(self, outcome: Future[Any]) -> None:
         save = self._save
-        if not save.team.leads:
+        if not save.leads:
             return
         try:
             reports = _collect_reports(save, message_of(outcome), self._cancelled)
@@ -220,7 +220,7 @@ def _report(save: Save, message: dict[str, Any]) -> None:
 
     If that has given up, nothing is left of the save, and the leading rank raises the reason.
     """
-    part, report = (save.report_path(save.team.number, suffix) for suffix in ("-part", ""))
+    part, report = (save.report_path(save.number, suffix) for suffix in ("-part", ""))
     try:
         filesystem.write_small(part, integrity.dump_sealed(message))
         filesystem.rename(part, report)
@@ -243,8 +243,8 @@ def _collect_reports(
 
     :raises CheckpointError: if the save is cancelled, or this program ended long ago.
     """
-    doing, ranks = save.doing, save.team.ranks
-    reports = {save.team.number: own}
+    doing, ranks = save.doing, save.ranks
+    reports = {save.number: own}
     pause, ended = 0.005, 0.0
     while True:
         for index in range(len(ranks)):
