@@ -9,20 +9,21 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from syncprims.errors import ConfigurationError
+from syncprims.errors import ConfigurationError, load
 from syncprims.interface import (
     Backend,
     Board,
     Label,
     Note,
     Settings,
+    Slots,
     Status,
     Topology,
     Window,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from syncprims.interface import State
@@ -49,32 +50,39 @@ class RankScheduler(Protocol):
 
 
 class SharedWorld:
-    """What the ranks of one world share."""
+    """What the ranks of one world share. Each has the slot of its number when it started."""
 
-    def __init__(self, scheduler: RankScheduler, world_size: int) -> None:
+    def __init__(self, scheduler: RankScheduler, slots: Sequence[int]) -> None:
         self.scheduler = scheduler
-        #: by members, name, and how many such boards were closed before
-        self.boards: dict[tuple[tuple[int, ...], str, int], _SharedBoard] = {}
+        self.slots = tuple(slots)  #: by rank, in the newest epoch
+        #: by epoch, members, name, and how many such boards were closed before
+        self.boards: dict[tuple[int, tuple[int, ...], str, int], _SharedBoard] = {}
         #: Where a thread waits; with the call if it waits for the first of several notes.
-        self.waiting: dict[ThreadBoard, str] = {}
-        #: of each rank: the state, how it ended, and the failure it left
-        self.states: list[tuple[State, str, bytes]] = [("unknown", "", b"")] * world_size
+        self.waiting: dict[ThreadBoard | _ReformWait, str] = {}
+        #: of each slot: the state, how it ended, and the failure it left
+        self.states: dict[int, tuple[State, str, bytes]] = {}
         self.any_ended = False
-        self.words = [b""] * world_size  #: that ranks have published
+        self.words: dict[int, bytes] = {}  #: that ranks have published
+        self.calls: dict[int, bytes] = {}  #: of `reform`
+        self.decisions: dict[str, str] = {}
 
-    def backend(self, topology: Topology, settings: Settings) -> ThreadBackend:
+    def backend(self, topology: Topology, settings: Settings, slot: int) -> ThreadBackend:
         """Return the backend of one rank."""
-        return ThreadBackend(topology, settings, self)
+        return ThreadBackend(topology, settings, self, slot)
 
-    def lose(self, rank: int, detail: str) -> None:
-        """Show `rank` to the others as dead from now on, whatever it still does."""
-        self.states[rank] = "lost", detail, b""
+    def state(self, slot: int) -> tuple[State, str, bytes]:
+        """Return the state of a slot."""
+        return self.states.get(slot, ("unknown", "", b""))
+
+    def lose(self, slot: int, detail: str) -> None:
+        """Show a rank to the others as dead from now on, whatever it still does."""
+        self.states[slot] = "lost", detail, b""
         self.any_ended = True
 
-    def leave(self, rank: int, failure: bytes | None) -> None:
-        """Show to the others how `rank` has ended."""
-        if self.states[rank][0] == "alive":
-            self.states[rank] = "finished" if failure is None else "failed", "", failure or b""
+    def leave(self, slot: int, failure: bytes | None) -> None:
+        """Show to the others how a rank has ended."""
+        if self.states[slot][0] == "alive":
+            self.states[slot] = "finished" if failure is None else "failed", "", failure or b""
             self.any_ended = True
 
 
@@ -101,7 +109,11 @@ class ThreadBackend(Backend):
     detects_death = True
 
     def __init__(
-        self, topology: Topology, settings: Settings, world: SharedWorld | None = None
+        self,
+        topology: Topology,
+        settings: Settings,
+        world: SharedWorld | None = None,
+        slot: int = 0,
     ) -> None:
         if world is None:
             self.check(topology, settings)
@@ -109,7 +121,8 @@ class ThreadBackend(Backend):
         self._world = world
         self._closed: dict[tuple[tuple[int, ...], str], int] = {}  # boards, by members and name
         self.host = str(topology.node_rank)  # that a test pretends
-        world.states[topology.rank] = "alive", "", b""
+        self.slots = self._slots = ThreadSlots(self, world, slot)
+        world.states[slot] = "alive", "", b""
 
     @classmethod
     def check(cls, topology: Topology, settings: Settings) -> NoReturn:
@@ -120,23 +133,26 @@ class ThreadBackend(Backend):
         )
 
     @classmethod
-    def shared_world(cls, scheduler: RankScheduler, world_size: int) -> SharedWorld:
-        """Return what the ranks of a new world share."""
-        return SharedWorld(scheduler, world_size)
+    def shared_world(cls, scheduler: RankScheduler, slots: Sequence[int]) -> SharedWorld:
+        """Return what the ranks of a new world share; `slots` are their threads, by rank."""
+        return SharedWorld(scheduler, slots)
 
     def board(self, members: Sequence[int], name: str = "") -> ThreadBoard:
         """Return the board `name` of `members`."""
         closed = self._closed.get((tuple(members), name), 0)
-        return ThreadBoard(members, name, self.topology.rank, self._world, closed)
+        slots = {rank: self._slots.members[rank] for rank in members}
+        key = self._slots.epoch, tuple(members), name, closed
+        return ThreadBoard(key, self.topology.rank, self._world, slots)
 
     def close_board(self, board: Board) -> bool:
         """Leave the board; its members meet at a new one."""
         closed = self._closed.get((board.members, board.name), 0)
-        key = board.members, board.name, closed
-        shared = self._world.boards[key]
-        shared.left += 1
-        if shared.left == len(board.members):
-            del self._world.boards[key]
+        key = self._slots.epoch, board.members, board.name, closed
+        shared = self._world.boards.get(key)  # None: others are in a new epoch
+        if shared is not None:
+            shared.left += 1
+            if shared.left == len(board.members):
+                del self._world.boards[key]
         self._closed[board.members, board.name] = closed + 1
         return True
 
@@ -155,10 +171,10 @@ class ThreadBackend(Backend):
         def settled() -> bool:
             return ready() or any(board.verdict() is not None for board in own)
 
-        with scheduler.inside(self.topology.rank):
+        with scheduler.inside(self._slots.own):
             waiting.update(dict.fromkeys(own, call))
             try:
-                scheduler.wait(self.topology.rank, settled, until)
+                scheduler.wait(self._slots.own, settled, until)
             finally:
                 for board in own:
                     waiting.pop(board, None)
@@ -166,15 +182,112 @@ class ThreadBackend(Backend):
 
     def close(self, failure: bytes | None = None) -> None:
         """Publish how this rank ends."""
-        self._world.leave(self.topology.rank, failure)
+        self._world.leave(self._slots.own, failure)
 
     def publish(self, word: bytes) -> None:
         """Make `word` readable for others."""
-        self._world.words[self.topology.rank] = word
+        self._world.words[self._slots.own] = word
 
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`."""
-        return self._world.words[rank]
+        return self._world.words.get(self._slots.members[rank], b"")
+
+    def begin_epoch(self, epoch: int, topology: Topology) -> None:
+        """Use the boards of this epoch from now on."""
+        for key in [key for key in self._world.boards if key[0] < epoch]:
+            del self._world.boards[key]
+        self._closed.clear()
+        self.topology = topology
+        self._world.slots = self._slots.members
+        self.publish(b"")
+
+
+class ThreadSlots(Slots):
+    """The ranks of one world, each with the number it started with."""
+
+    def __init__(self, backend: ThreadBackend, world: SharedWorld, slot: int) -> None:
+        self.own = slot
+        self.members = world.slots
+        self.most = len(world.slots)
+        self.open = backend.settings.elastic
+        self._backend = backend
+        self._world = world
+
+    def publish_call(self, call: bytes) -> None:
+        """Publish the call; another rank may be faster."""
+        with self._world.scheduler.inside(self.own):
+            self._world.scheduler.step(self.own)
+            self._world.calls[self.own] = call
+
+    def call_of(self, slot: int) -> bytes:
+        """Return the last call of `slot`."""
+        return self._world.calls.get(slot, b"")
+
+    def state(self, slot: int) -> State:
+        """Return the state of `slot`."""
+        return self._world.state(slot)[0]
+
+    def waiting(self) -> list[int]:
+        """Return the slots whose threads wait to join."""
+        living = (slot for slot in sorted(self._world.states) if self.state(slot) == "alive")
+        return [slot for slot in living if slot not in self.members]
+
+    def decided(self, name: str) -> str | None:
+        """Return the decision `name`."""
+        return self._world.decisions.get(name)
+
+    def decide(self, name: str, word: str) -> str:
+        """Decide, unless another rank is faster."""
+        with self._world.scheduler.inside(self.own):
+            self._world.scheduler.step(self.own)
+            return self._world.decisions.setdefault(name, word)
+
+    def wait(self, ready: Callable[[], bool], timeout: float, waits_for: Sequence[int]) -> None:
+        """Run other ranks meanwhile.
+
+        :raises SyncError: if all wait for each other.
+        """
+        scheduler, waiting = self._world.scheduler, self._world.waiting
+        until = scheduler.now() + timeout
+        wait = _ReformWait(self, waits_for)
+        with scheduler.inside(self.own):
+            waiting[wait] = ""
+            try:
+                scheduler.wait(self.own, lambda: wait.verdict is not None or ready(), until)
+            finally:
+                waiting.pop(wait, None)
+        if wait.verdict is not None:
+            raise load(wait.verdict)
+
+    def enter(self, epoch: int, topology: Topology) -> None:
+        """Begin the epoch."""
+        self.epoch = epoch
+        self._backend.begin_epoch(epoch, topology)
+
+    def now(self) -> float:
+        """Return the virtual time."""
+        return self._world.scheduler.now()
+
+
+class _ReformWait:
+    """A wait in `reform`, as a search for deadlocks sees it: like one at a board."""
+
+    name = ""
+    verdict: bytes | None = None
+
+    def __init__(self, slots: ThreadSlots, waits_for: Sequence[int]) -> None:
+        self.rank = slots.members.index(slots.own) if slots.own in slots.members else slots.own
+        self.members = tuple(range(len(slots.members)))
+        self._missing = {slots.members.index(slot) for slot in waits_for}
+
+    def missing(self) -> set[int]:
+        return self._missing
+
+    def status(self, rank: int) -> Status:
+        return Status(label=Label("reform"))
+
+    def abort(self, verdict: bytes) -> None:
+        self.verdict = verdict
 
 
 class ThreadBoard(Board):
@@ -183,22 +296,28 @@ class ThreadBoard(Board):
     virtual_time = True
 
     def __init__(
-        self, members: Sequence[int], name: str, rank: int, world: SharedWorld, closed: int
+        self,
+        key: tuple[int, tuple[int, ...], str, int],
+        rank: int,
+        world: SharedWorld,
+        slots: Mapping[int, int],
     ) -> None:
+        _, members, name, _ = key
         super().__init__(members, name)
         self.rank = rank  #: whose view of the board this is
+        self._slots = slots  # by member
+        self._own = slots[rank]
         self._world = world
         self._scheduler = world.scheduler
-        key = self.members, name, closed
         self._shared = world.boards.setdefault(key, _SharedBoard(self.members))
         self.small_window = self._shared.small_window
 
     def post(self, note: Note) -> None:
         """Publish the note."""
-        with self._scheduler.inside(self.rank):
+        with self._scheduler.inside(self._own):
             if self.posted > self.collected:
                 # It continues without waiting: others may be faster.
-                self._scheduler.step(self.rank)
+                self._scheduler.step(self._own)
             shared = self._shared
             self.posted += 1
             notes = shared.rounds.setdefault(self.posted, {})
@@ -208,16 +327,16 @@ class ThreadBoard(Board):
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Return the notes of the oldest uncollected round; other ranks run meanwhile."""
-        with self._scheduler.inside(self.rank):
+        with self._scheduler.inside(self._own):
             if self._is_complete():
                 # The last to come need not be the first to continue.
-                self._scheduler.step(self.rank)
+                self._scheduler.step(self._own)
             elif not self._is_in_vain():
                 self.waiting_since = self._scheduler.now()
                 until = self.waiting_since + (math.inf if timeout is None else timeout)
                 self._world.waiting[self] = ""
                 try:
-                    self._scheduler.wait(self.rank, self._settled, until)
+                    self._scheduler.wait(self._own, self._settled, until)
                 finally:
                     self._world.waiting.pop(self, None)
             if not self._is_complete():
@@ -241,8 +360,8 @@ class ThreadBoard(Board):
             return True
         if not self._world.any_ended:
             return False
-        missing = self.missing()
-        states = ((member, self._world.states[member][0]) for member in self.members)
+        missing, slots = self.missing(), self._slots
+        states = ((member, self._world.state(slots[member])[0]) for member in self.members)
         return any(
             state in ("lost", "failed") or (state == "finished" and member in missing)
             for member, state in states
@@ -259,7 +378,9 @@ class ThreadBoard(Board):
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`."""
         shared = self._shared
-        return Status(shared.posted[rank], shared.last.get(rank), *self._world.states[rank])
+        return Status(
+            shared.posted[rank], shared.last.get(rank), *self._world.state(self._slots[rank])
+        )
 
     def abort(self, verdict: bytes) -> None:
         """Break the board at the oldest uncollected round, unless it is complete."""

@@ -1,65 +1,97 @@
 """Learn handwritten digits on several ranks, with numpy only.
 
 This is plain data-parallel training: each rank computes the gradient of its share of every batch,
-and all ranks update the same weights with the mean over the ranks.
+and all ranks update the same weights with the mean over the ranks. If a rank is lost, the others
+repeat the step that it has left, and go on.
 
     syncprims run -n 4 examples/digits.py
+    syncprims run --elastic 2:4 examples/digits.py
     python examples/digits.py
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from syncprims import (
+    PeerFailed,
+    PeerLost,
     Trigger,
     all_reduce,
     assert_same,
     get_world_size,
+    hand_over,
+    init,
     is_main,
     main_first,
     on_main,
     print_main,
+    reform,
     split,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
     Arrays = dict[str, NDArray[np.float64]]
 
+BATCH, PATIENCE = 120, 5
+
 
 def train(cache: Path, epochs: int) -> Arrays:
-    with main_first(name="prepare digits"):  # rank 0 writes the cache, then the others read it
+    change = init().change  # None, unless this process replaces a lost rank of a run
+    if change is None:
+        with main_first(name="prepare digits"):  # rank 0 writes the cache, then the others read it
+            data = prepare(cache)
+    else:
         data = prepare(cache)
     learn, held_out = cut(data, 0, 1440), cut(data, 1440, None)
-    weights, momentum = fresh_weights(), None
-    stop, best = Trigger("early stop"), Best(patience=5)
+    steps = 1440 // BATCH  # of an epoch
+    state: dict[str, Any] = {"step": 0, "weights": fresh_weights(), "best": math.inf, "since": 0}
+    stop = Trigger("early stop")
 
-    for epoch in range(epochs):
-        for batch in shuffled_batches(learn, epoch, size=120):
-            slopes = all_reduce(gradients(weights, split(batch)), "mean")
-            momentum = descend(weights, slopes, momentum)
+    while state["step"] < epochs * steps:
+        try:
+            if change is not None:
+                state, change = hand_over(state, change), None
+            batch = shuffled_batch(learn, *divmod(state["step"], steps))
+            slopes = all_reduce(gradients(state["weights"], split(batch)), "mean")
+            state = descend(state, slopes)
+            epoch, left = divmod(state["step"], steps)
+            if left == 0:
+                state = judge(state, held_out, epoch - 1, stop)
+            if stop.check():  # one rank decides, all ranks stop at the same step
+                print_main(f"stopped after epoch {epoch - 1}: {stop.reason}")
+                break
+            if stop.joiners:
+                change = reform()
+        except (PeerLost, PeerFailed):
+            change = reform()
+        if change is not None:
+            lost, size = list(change.lost), get_world_size()
+            print_main(f"lost ranks {lost} at step {state['step']}: {size} ranks go on")
 
-        if is_main():  # one rank decides, all ranks stop at the same step
-            loss, hits = evaluate(weights, held_out)
-            if epoch % 5 == 0:
-                print_main(f"epoch {epoch:2d}: held-out loss {loss:.3f}, {hits:.1%} right")
-            if not best.improved_by(loss):
-                stop.set(f"no better for {best.patience} epochs, {hits:.1%} right")
-        if stop.check():
-            print_main(f"stopped after epoch {epoch}: {stop.reason}")
-            break
-
-    assert_same(weights, "weights")  # raises if ranks differ, and names them
+    assert_same(state["weights"], "weights")  # raises if ranks differ, and names them
     print_main(f"{get_world_size()} ranks hold the same weights, bit for bit")
+    weights: Arrays = state["weights"]
     return weights
+
+
+def judge(state: dict[str, Any], held_out: Arrays, epoch: int, stop: Trigger) -> dict[str, Any]:
+    """Return the state with the best loss so far, and how many epochs ago that was."""
+    loss, hits = evaluate(state["weights"], held_out)
+    if epoch % 5 == 0:
+        print_main(f"epoch {epoch:2d}: held-out loss {loss:.3f}, {hits:.1%} right")
+    better = loss < state["best"] - 1e-3
+    since = 0 if better else state["since"] + 1
+    if is_main() and since >= PATIENCE:
+        stop.set(f"no better for {PATIENCE} epochs, {hits:.1%} right")
+    return {**state, "best": loss if better else state["best"], "since": since}
 
 
 # -- the data ----------------------------------------------------------------------------------
@@ -83,12 +115,11 @@ def cut(data: Arrays, begin: int, end: int | None) -> Arrays:
     return {name: array[begin:end] for name, array in data.items()}
 
 
-def shuffled_batches(data: Arrays, epoch: int, size: int) -> Iterator[Arrays]:
-    """Yield the batches of an epoch, in the same order on every rank: the seed is the epoch."""
+def shuffled_batch(data: Arrays, epoch: int, number: int) -> Arrays:
+    """Return a batch of an epoch, the same on every rank: the seed is the epoch."""
     order = np.random.default_rng(epoch).permutation(len(data["x"]))
-    for begin in range(0, len(order), size):
-        chosen = order[begin : begin + size]
-        yield {name: array[chosen] for name, array in data.items()}
+    chosen = order[number * BATCH : (number + 1) * BATCH]
+    return {name: array[chosen] for name, array in data.items()}
 
 
 # -- the model: 64 pixels, 48 hidden units, 10 digits ------------------------------------------
@@ -124,13 +155,12 @@ def gradients(w: Arrays, batch: Arrays) -> Arrays:
     }
 
 
-def descend(w: Arrays, slopes: Arrays, momentum: Arrays | None) -> Arrays:
-    """Update the weights in place by the gradients; return the momentum for the next step."""
-    before = momentum or {name: np.zeros_like(array) for name, array in w.items()}
-    speed = {name: 0.9 * before[name] - 0.1 * slopes[name] for name in w}
-    for name in w:
-        w[name] += speed[name]
-    return speed
+def descend(state: dict[str, Any], slopes: Arrays) -> dict[str, Any]:
+    """Return the state after one more step."""
+    before = state.get("speed") or {name: np.zeros_like(array) for name, array in slopes.items()}
+    speed = {name: 0.9 * before[name] - 0.1 * slopes[name] for name in slopes}
+    weights = {name: array + speed[name] for name, array in state["weights"].items()}
+    return {**state, "step": state["step"] + 1, "weights": weights, "speed": speed}
 
 
 def evaluate(w: Arrays, data: Arrays) -> tuple[float, float]:
@@ -138,22 +168,6 @@ def evaluate(w: Arrays, data: Arrays) -> tuple[float, float]:
     right = guess.argmax(axis=1) == data["y"].argmax(axis=1)
     loss = -np.log((guess * data["y"]).sum(axis=1) + 1e-12).mean()
     return float(loss), float(right.mean())
-
-
-class Best:
-    """The best loss so far, and the number of epochs since then."""
-
-    def __init__(self, patience: int) -> None:
-        self.patience = patience
-        self._loss = float("inf")
-        self._since = 0
-
-    def improved_by(self, loss: float) -> bool:
-        """Record `loss`; return False when the best loss is older than the patience."""
-        self._since += 1
-        if loss < self._loss - 1e-3:
-            self._loss, self._since = loss, 0
-        return self._since < self.patience
 
 
 @on_main

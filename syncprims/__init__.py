@@ -31,8 +31,10 @@ from syncprims._api.collectives import (
     split,
 )
 from syncprims._api.decorators import on_last, on_local_main, on_local_rank, on_main, on_rank
+from syncprims._api.elastic import hand_over, reform
 from syncprims._api.output import get_logger, print_main, progress
 from syncprims._api.trigger import Trigger, check_trigger, set_trigger
+from syncprims._world.epoch import Change
 from syncprims._world.group import Group
 from syncprims._world.runtime import current, init, shutdown
 from syncprims._world.version import version
@@ -63,6 +65,7 @@ __all__ = [  # noqa: RUF022 - in the order of the reference
     "barrier", "broadcast", "all_gather", "all_reduce", "any_rank", "all_ranks", "assert_same",
     "group", "Group", "main_first", "in_turn",
     "on_main", "on_local_main", "on_last", "on_rank", "on_local_rank", "split",
+    "reform", "Change", "hand_over",
     "Trigger", "set_trigger", "check_trigger", "print_main", "progress", "get_logger",
     "SyncError", "Failure", "ConfigurationError", "BackendUnavailable", "CollectiveMismatch",
     "RankMismatch", "SyncTimeout", "PeerLost", "PeerFailed", "EncodingError", "WorldClosed",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = [  # noqa: RUF022 - in the order of this file
     "UNKNOWN", "Topology", "Settings", "own_device_index",
     "Label", "MARKS", "Mark", "Note",
-    "State", "Status", "Window", "WaitView", "Engine", "DeviceEngine", "Board", "Backend",
+    "State", "Status", "Window", "WaitView", "Engine", "DeviceEngine", "Board", "Slots", "Backend",
 ]  # fmt: skip
 
 
@@ -71,6 +71,7 @@ class Settings(NamedTuple):
     trace: str | None = None  #: directory in which every round is recorded
     trace_limit: int = 256 << 20  #: bytes of it for each rank; the oldest rounds are dropped
     mixed_precision: str | None = None  #: what `training` computes in, unless a script sets it
+    elastic: bool = False  #: a process may join a run that goes on, in place of a lost rank
 
 
 def own_device_index(current: int, count: int, local_rank: int) -> int:
@@ -387,6 +388,72 @@ class Board(ABC):
         return time.monotonic()
 
 
+class Slots(ABC):
+    """What `reform` needs of a backend: the processes of a run, whatever ranks they have.
+
+    Each process has a slot, a number that it keeps while its rank changes with each epoch. Those
+    that the run begins with have their rank's; one that joins later gets the next one. No two
+    processes ever have the same.
+    """
+
+    own: int  #: the slot of this process
+    epoch: int = 0  #: the number of the present one
+    members: tuple[int, ...]  #: the slot of each rank of this epoch, by rank
+    most: int  #: members at one time
+    open: bool = False  #: processes may join later
+
+    @abstractmethod
+    def publish_call(self, call: bytes) -> None:
+        """Publish that this process calls `reform`, for all, until it publishes another call."""
+
+    @abstractmethod
+    def call_of(self, slot: int) -> bytes:
+        """Return what the process of `slot` has published last; empty if nothing."""
+
+    @abstractmethod
+    def state(self, slot: int) -> State:
+        """Return the state of the process of `slot`; "unknown" if it has none."""
+
+    @abstractmethod
+    def waiting(self) -> list[int]:
+        """Return the slots of the living processes that wait to join, ascending.
+
+        At no great cost: it is called at every check of a trigger, if processes may join.
+        """
+
+    @abstractmethod
+    def decided(self, name: str) -> str | None:
+        """Return the decision `name`; None while there is none."""
+
+    @abstractmethod
+    def decide(self, name: str, word: str) -> str:
+        """Make `word`, without white space, the decision `name` unless there is one; return it.
+
+        One decision holds for all processes, whichever of them ends meanwhile.
+
+        :raises OSError: if there is no space for it; then there may be none.
+        """
+
+    @abstractmethod
+    def wait(self, ready: Callable[[], bool], timeout: float, waits_for: Sequence[int]) -> None:
+        """Return when ``ready()``, after `timeout` seconds, or a little earlier.
+
+        What others publish or decide here, and their ends, are reasons to look at once. The slots
+        `waits_for` are those whose call is missing.
+        """
+
+    @abstractmethod
+    def enter(self, epoch: int, topology: Topology) -> None:
+        """Begin `epoch`, in which the ranks are :attr:`members`, and this process has `topology`.
+
+        All boards are closed. Those that are opened from now on are not those of another epoch.
+        """
+
+    @abstractmethod
+    def now(self) -> float:
+        """Return the time in seconds in which :meth:`wait` counts."""
+
+
 class Backend(ABC):
     """One process's part in a world; it makes the boards.
 
@@ -403,6 +470,8 @@ class Backend(ABC):
     #: Of a backend that spans hosts and knows who shares one: the same for all ranks of this host,
     #: and for no other rank. Without it the library asks the operating system.
     host: str | None = None
+    #: Ability: the world goes on after a loss; see :class:`Slots`.
+    slots: Slots | None = None
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
         self.topology = topology

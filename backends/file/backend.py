@@ -40,6 +40,7 @@ from .early_ends import EarlyEnd, RankRecord, read_records, record_rank, remove_
 from .filesystems import refuse_remote, refuse_useless_locks
 from .liveness import Liveness, joined, world_size_of
 from .private_dir import PrivateDirectory, base_path, cure_for
+from .slots import FileSlots
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -82,6 +83,9 @@ class FileBackend(Backend):
             except BaseException:
                 self._base.close()
                 raise
+        self.slots = self._slots = FileSlots(
+            self.liveness, size, self._begin_epoch, elastic=settings.elastic
+        )
 
     @classmethod
     def check(cls, topology: Topology, settings: Settings) -> None:
@@ -123,7 +127,8 @@ class FileBackend(Backend):
 
     def board(self, members: Sequence[int], name: str = "") -> SharedMemoryBoard:
         """Return the board of `members`, creating it if this is the first of them."""
-        return self.open_board(members, name, self.file_of(members, name), members, members)
+        slots = [self._slots.members[rank] for rank in members]
+        return self.open_board(members, name, self.file_of(members, name), slots, members)
 
     def close_board(self, board: Board) -> bool:
         """Unmap the board; the last member that does it removes its files."""
@@ -132,9 +137,9 @@ class FileBackend(Backend):
 
     def file_of(self, members: Sequence[int], name: str) -> str:
         """Return the file of the board of `members`: a new one after each that was closed."""
-        first = board_file(members, name)
+        first = board_file(members, name, 0, self._slots.epoch)
         closed = self._closed[first]
-        return board_file(members, name, closed) if closed else first
+        return board_file(members, name, closed, self._slots.epoch) if closed else first
 
     def release(self, members: Sequence[int], board: Board) -> None:
         """Close `board`, this host's part of that of `members`.
@@ -145,7 +150,7 @@ class FileBackend(Backend):
         self._boards.remove(board)
         board.close()
         file = self.file_of(members, board.name)
-        self._closed[board_file(members, board.name)] += 1
+        self._closed[board_file(members, board.name, 0, self._slots.epoch)] += 1
         # Without room or lock they are removed with the world.
         with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:
             directory.write(f"{file}-left-{board.rank}", b"")
@@ -215,7 +220,28 @@ class FileBackend(Backend):
 
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`."""
-        return self.liveness.published(rank)
+        return self.liveness.published(self._slots.members[rank])
+
+    def _begin_epoch(self, epoch: int, topology: Topology) -> None:
+        """Close all boards; those of this epoch have other files, and the others' are removed."""
+        for board in self._boards:
+            board.close()
+        self._boards.clear()
+        self._closed.clear()
+        self.topology = topology
+        self.publish(b"")
+        if topology.rank == 0:  # what it cannot remove now goes with the world
+            with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:
+                ours = board_prefix(epoch)
+                for name in directory.names():
+                    if name.startswith(board_prefix()) and not name.startswith(ours):
+                        directory.remove(name)
+                ranks = format_ranks(range(topology.world_size))
+                about = self._description._replace(
+                    world_size=topology.world_size, ranks=ranks, slots=self._slots.members
+                )
+                directory.remove(DESCRIPTION)
+                describe(directory, DESCRIPTION, about)
 
     def abandon(self) -> None:
         """Close slot and boards in a forked child."""
@@ -250,7 +276,7 @@ class FileBackend(Backend):
         while True:
             with _locked(self._base, self._run_path.name, timeout, probe=True) as run:
                 try:
-                    name = _world_to_join(run, self.topology.rank)
+                    name = _world_to_join(run, self.topology.rank, elastic=self.settings.elastic)
                     if name is not None:
                         self._join_world(run, name)
                         break
@@ -280,7 +306,9 @@ class FileBackend(Backend):
                 abort_from_outside(directory, board_file(range(found)), found, errors.dump(error))
                 raise error
             describe(directory, DESCRIPTION, self._description)
-            self.liveness = Liveness(directory, top.rank, top.world_size)
+            slot = None if top.rank in joined(directory) else top.rank  # it replaces that one
+            elastic = self.settings.elastic
+            self.liveness = Liveness(directory, slot, top.world_size, elastic=elastic)
         except BaseException:
             directory.close()
             raise
@@ -420,11 +448,16 @@ def _run_path(topology: Topology, settings: Settings) -> Path:
     return base_path(settings) / f"{_PREFIX}{safe}"
 
 
-def board_file(members: Sequence[int], name: str = "", closed: int = 0) -> str:
+def board_file(members: Sequence[int], name: str = "", closed: int = 0, epoch: int = 0) -> str:
     """Return the file of the board `name` of `members`, after so many of them were closed."""
     which = tuple(members), name, closed
-    digest = hashlib.blake2b(repr(which).encode(), digest_size=8)
-    return f"board-{digest.hexdigest()}"
+    digest = hashlib.blake2b(repr(which).encode(), digest_size=6)
+    return board_prefix(epoch) + digest.hexdigest()
+
+
+def board_prefix(epoch: int | None = None) -> str:
+    """Return how the names of all boards' files begin, or of those of one epoch."""
+    return "board-" if epoch is None else f"board-{epoch & 0xFFFF:04x}"
 
 
 # -- worlds of a run ------------------------------------------------------------------------------
@@ -449,10 +482,12 @@ def _joined(run: PrivateDirectory, number: int) -> dict[int, bool]:
         return joined(world)
 
 
-def _world_to_join(run: PrivateDirectory, rank: int) -> str | None:
+def _world_to_join(run: PrivateDirectory, rank: int, *, elastic: bool) -> str | None:
     """Return the name of the world that `rank` joins, or None while that is not decided."""
     number, alive = _newest_world(run)
     lives = any(alive.values())
+    if elastic and lives and rank in alive and not alive[rank]:
+        return _world_name(number)  # in place of the process that had this rank
     if alive.get(rank) or (lives and rank not in alive and not all(alive.values())):
         # Another process has this rank, or a rank died while the others still waited for this one:
         # in both cases the living are about to leave.

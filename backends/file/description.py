@@ -26,6 +26,7 @@ class WorldDescription(NamedTuple):
     world_size: int
     ranks: str  #: of this host, by liveness slot
     hosts: Sequence[Sequence[str]] = ()  #: name and ranks of each, if there are several
+    slots: Sequence[int] = ()  #: of the ranks of this host, if they are not the first ones
 
 
 class BoardDescription(NamedTuple):

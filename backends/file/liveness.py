@@ -45,13 +45,17 @@ if TYPE_CHECKING:
     from .private_dir import PrivateDirectory
 
 FILE = "liveness"
-MAGIC = b"syncprims liveness 3"
+MAGIC = b"syncprims liveness 4"
 _HEADER_SIZE = 4096
 _ENTRY = struct.Struct("<BxxxIQQ")  # state, pid, start, pid namespace
 _PUBLISHED_AT, _PUBLISHED_SIZE = 64, 4096 - 64
 _FAILURE_AT, _FAILURE_SIZE = 4096, 48 * 1024
 _ANNOUNCED_AT, _ANNOUNCED_SIZE = _FAILURE_AT + _FAILURE_SIZE, 1024 + RECORD_HEAD
+_CALL_AT, _CALL_SIZE = _ANNOUNCED_AT + _ANNOUNCED_SIZE, 256
 _SLOT_SIZE = _FAILURE_AT + _FAILURE_SIZE + 4096
+_TAKEN_AT = 64  # in the header: how many slots processes have taken that joined later
+_SPARE = 64  # slots for them
+JOIN = b"join"  #: the call of a process that waits to join
 _EMPTY, _ALIVE, _FINISHED, _FAILED = range(4)
 _STATES: dict[int, State] = {_ALIVE: "alive", _FINISHED: "finished", _FAILED: "failed"}
 _EXIT_GRACE = 5.0  # seconds to learn the exit code of a rank that published a normal end
@@ -63,31 +67,50 @@ _DYING = 0.2
 class Liveness:
     """The slots of one world, as one of its ranks uses them. Made under the run's lock."""
 
-    def __init__(self, directory: PrivateDirectory, rank: int, world_size: int) -> None:
-        """Take the slot of `rank`.
+    def __init__(
+        self,
+        directory: PrivateDirectory,
+        rank: int | None,
+        world_size: int,
+        *,
+        elastic: bool = False,
+    ) -> None:
+        """Take the slot of `rank`; with None a new one, as a process that joins later.
 
-        :raises ConfigurationError: if the file is of another version or number of ranks.
+        :raises ConfigurationError: if the file is of another version or number of ranks, or no slot
+            is left.
         :raises OSError: if the file cannot be written, as on a full disk.
         """
         self.directory = directory  #: of the world
-        self.rank = rank  #: whose slot this is
-        self._world_size = world_size
+        self._world_size = world_size  # when it began
         self._watches: dict[int, ProcessWatch] = {}
         self._finished_at: dict[int, float] = {}
         self._ended: dict[int, tuple[State, str, bytes]] = {}  # final states
         self._poll = select.poll()  # on all watches at once
         self._rank_of_fd: dict[int, int] = {}
         with contextlib.ExitStack() as undo:
+            size = _slot(world_size + _SPARE * elastic)
+            self._memory = map_file(directory, FILE, MAGIC, world_size, size)
+            undo.callback(self._memory.close)
+            if rank is None:
+                rank = self.count_slots()
+                if rank == world_size + _SPARE:
+                    raise ConfigurationError(
+                        f"{_SPARE} processes have joined this run in place of lost ranks, and no "
+                        f"more can: restart it from a checkpoint"
+                    )
+                self._write_text(_CALL_AT, _CALL_SIZE, JOIN, rank)
+            self.rank = rank  #: whose slot this is
             self.doorbell = Doorbell(directory, rank)
             undo.callback(self.doorbell.close)
-            self._memory = map_file(directory, FILE, MAGIC, world_size, _slot(world_size))
-            undo.callback(self._memory.close)
             self.claims = Claims(directory)  #: of the world
             undo.callback(self.claims.close)
             self._lock_fd = directory.open_file(_lock_name(rank), os.O_RDWR | os.O_CREAT)
             undo.callback(os.close, self._lock_fd)
             _lock(self._lock_fd)
             self._write_state(_ALIVE)
+            if rank >= world_size:
+                self._memory[_TAKEN_AT : _TAKEN_AT + 4] = (rank + 1 - world_size).to_bytes(4)
             undo.pop_all()
 
     # -- this rank's slot -----------------------------------------------------------------------
@@ -99,6 +122,10 @@ class Liveness:
     def announce(self, text: bytes) -> None:
         """Make `text` readable from outside; empty if it is too long."""
         self._write_text(_ANNOUNCED_AT, _ANNOUNCED_SIZE, text)
+
+    def publish_call(self, call: bytes) -> None:
+        """Publish what this process calls, for `reform`."""
+        self._write_text(_CALL_AT, _CALL_SIZE, call)
 
     def publish_end(self, failure: bytes | None) -> None:
         """Publish how this rank ends."""
@@ -124,9 +151,17 @@ class Liveness:
         """Return the latest data that `rank` has published."""
         return self._read_text(rank, _PUBLISHED_AT, _PUBLISHED_SIZE)
 
+    def count_slots(self) -> int:
+        """Return how many slots there are, with those of processes that have joined later."""
+        return self._world_size + int.from_bytes(self._memory[_TAKEN_AT : _TAKEN_AT + 4])
+
+    def call_of(self, rank: int) -> bytes:
+        """Return the latest call that `rank` has published."""
+        return self._read_text(rank, _CALL_AT, _CALL_SIZE)
+
     def watch_all(self) -> None:
         """Watch every other rank, while all are known to live."""
-        for rank in range(self._world_size):
+        for rank in range(self.count_slots()):
             if rank != self.rank:
                 self._watch(rank)
 
@@ -229,9 +264,10 @@ class Liveness:
         at = _slot(self.rank)
         self._memory[at : at + _ENTRY.size] = _ENTRY.pack(state, *ProcessIdentity.own())
 
-    def _write_text(self, at: int, size: int, text: bytes) -> None:
+    def _write_text(self, at: int, size: int, text: bytes, rank: int | None = None) -> None:
         fits = len(text) <= size - RECORD_HEAD
-        write_record(self._memory, _slot(self.rank) + at, text if fits else b"")
+        at += _slot(self.rank if rank is None else rank)
+        write_record(self._memory, at, text if fits else b"")
 
     def _read_text(self, rank: int, at: int, size: int) -> bytes:
         return await_record(self._memory, _slot(rank) + at, size)
@@ -262,7 +298,8 @@ def world_size_of(directory: PrivateDirectory) -> int | None:
     with contextlib.suppress(FileNotFoundError), directory.opened(FILE, os.O_RDONLY) as fd:
         magic, world_size = read_header(fd)
         # A number that does not fit the size of the file is damaged, and might be absurd.
-        if magic == MAGIC and os.fstat(fd).st_size == _slot(world_size):
+        sizes = (_slot(world_size), _slot(world_size + _SPARE))
+        if magic == MAGIC and os.fstat(fd).st_size in sizes:
             return world_size
     return None
 

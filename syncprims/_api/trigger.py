@@ -45,11 +45,14 @@ class Trigger:
         self._lag = lag
         # Set or not, and why. A dict, since one operation on it is atomic, also for a signal.
         self._set: dict[str, tuple[str | None]] = {}
-        self._before: tuple[Group, PendingRound] | None = None
+        # The check before: its group, its round, and why the flag was set for it.
+        self._before: tuple[Group, PendingRound, tuple[str | None] | None] | None = None
         self._group: Group | None = None  # that is checked
         self._set_in: Group | None = None  # whose members all know that it is set
         self.ranks: list[int] = []  #: after a true check: which ranks had set it
         self.reason: str | None = None  #: after a true check: the lowest setter's reason
+        #: After a check: whether processes wait to join the run in a :func:`syncprims.reform`.
+        self.joiners = False
 
     def set(self, reason: str | None = None) -> None:
         """Raise the flag on this rank; every rank sees it at its next check. Waits for no rank.
@@ -80,9 +83,17 @@ class Trigger:
         if self._set_in is group:
             return True
         rounds = rounds_of(group)
+        before = self._before
+        if self._set_in is not None and rounds_of(self._set_in).closed is not None:
+            self._set_in = None  # that world is over: the ranks of this one need not know
+            self._set.setdefault("reason", (self.reason,))
+        elif before is not None and before[0] is not group and before[2] is not None:
+            self._set.setdefault("reason", before[2])  # no check has answered for it
         why = None
         try:
             note = rounds.note("trigger", self._name)
+            if rounds.may_join is not None and rounds.may_join():
+                note = Note(note.label, Mark.MORE)
             # In two steps: an exception of a signal handler between them finds the flag in `why`.
             why = self._set.get("reason")
             if why is not None:
@@ -94,12 +105,11 @@ class Trigger:
             if not self._lag:
                 return rounds.meet(note, group._timeout, self._read)
             # The check before may be of another group or world: then this is the first one here.
-            before = self._before
             earlier = before[1] if before is not None and before[0] is group else None
 
             def check() -> bool:
                 pending = rounds.post_deferred(note, group._timeout)
-                self._before = group, pending
+                self._before = group, pending, why
                 return earlier is not None and self._read(rounds.collect_deferred(earlier))
 
             return rounds.atomic_call(note.label, check)
@@ -110,11 +120,14 @@ class Trigger:
 
     def _read(self, notes: Sequence[Note]) -> bool:
         """Return whether a rank had set the flag, and keep which ranks had."""
+        self.joiners = False
         for lowest in notes:
-            if lowest.mark:
+            if lowest.mark is Mark.MORE:
+                self.joiners = True
+            elif lowest.mark:
                 assert self._group is not None
                 members = self._group.ranks
-                self.ranks = [rank for rank, n in zip(members, notes, strict=True) if n.mark]
+                self.ranks = [rank for rank, n in zip(members, notes, strict=True) if n.payload]
                 self.reason = codec.decode(lowest.payload)
                 # Before anything can interrupt the check: the other ranks check no more.
                 self._set_in = self._group if self._stays else None

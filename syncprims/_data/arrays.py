@@ -237,6 +237,11 @@ def _memory(tensor: Any, dtype: Any) -> Any:
         return numpy.empty(0, dtype)
     begin = tensor.data_ptr()
     if not begin:
+        kind = type(tensor).__name__
+        if kind not in ("Tensor", "Parameter"):
+            raise TypeError(
+                f"a {kind} has no memory of its own: pass the tensor that it stands for"
+            )
         raise ValueError(f"the memory of a tensor of {count} items has been freed")
     memory = _memory_from().from_address(begin)
     memory.tensor = tensor  # which the array keeps alive

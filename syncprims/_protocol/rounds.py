@@ -131,6 +131,8 @@ class Rounds:
         self._observer = observer
         if observer is not None:  # without one, no barrier asks for it
             vars(self)["meet"] = observer.watch_meet(self.meet)
+        #: Returns whether processes wait to join; None where that cannot be.
+        self.may_join: Callable[[], object] | None = None
         #: Rounds that this rank will post without another call of the user, as room comes.
         self.promised = 0
         deadlocks.add(board, lambda: self.promised)

@@ -39,7 +39,9 @@ from .launchers import (
     find_world_sizes,
     is_started_by_rank,
     list_rank_variables,
+    make_rank_variables,
 )
+from .membership import await_admission, is_joining, join_epoch, reform
 from .nodes import place_on_nodes
 from .registry import choose_backend, find_end_recorder
 from .settings import derive_store, find_misspelt, read_settings
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 
     from syncprims.interface import Backend, Settings
 
+    from .epoch import Change
     from .group import Group
 
     MakeBackend = Callable[[type[Backend], Topology, Settings], Backend]
@@ -216,6 +219,14 @@ def get_extras() -> dict[str, Any]:
         if state.ended is not None:
             raise state.ended()
     return state.extras
+
+
+def reform_world(min_ranks: int, timeout: float | None) -> Change:
+    """As :func:`syncprims.reform`."""
+    world = current()
+    change = reform(world, min_ranks, world.timeout if timeout is None else timeout)
+    _take_topology(_get_state(), world)
+    return change
 
 
 def announce_activity(key: object, what: str | None) -> None:
@@ -493,10 +504,18 @@ def _start_once(state: _State, backend: str | None, settings: Settings) -> World
     _warn_of_variables(state, topology)
     made = state.make(choice.load(), topology, settings)
     try:
-        world = World(made, choice.backend, settings, topology, extras=state.extras, end=_end_block)
+        epoch = await_admission(made) if is_joining(made) else None
+        topology = made.topology
+        world = World(
+            made, choice.backend, settings, topology, state.extras, end=_end_block, decided=epoch
+        )
         state.world, state.ended, state.topology = world, None, topology
-        join_world(world)
-        state.topology, state.in_vain = world.topology, ""
+        if epoch is None:
+            join_world(world)
+        else:
+            join_epoch(world)
+        _take_topology(state, world)
+        state.in_vain = ""
         _check_process_group(state)
     except BaseException as error:
         # It never ran, and `init` may try again. But where ranks may have met already, a mere call
@@ -512,6 +531,15 @@ def _start_once(state: _State, backend: str | None, settings: Settings) -> World
             _exit_hooks.install(brief=settings.error_file is not None)
         raise
     return world
+
+
+def _take_topology(state: _State, world: World) -> None:
+    """Keep the numbers of a world that has met, and correct variables that name others."""
+    top = state.topology = world.topology
+    if world.epoch:
+        variables = make_rank_variables(top.rank, top.world_size, top.num_nodes)
+        environ: Any = state.environ
+        environ.update({name: value for name, value in variables.items() if name in environ})
 
 
 def _make_settings(

@@ -17,6 +17,7 @@ _PREFIX = "SYNCPRIMS_"
 _OURS = {
     "BACKEND",
     "DIR",
+    "ELASTIC",
     "ERROR_FILE",
     "HEARTBEAT",
     "JOIN_TIMEOUT",
@@ -58,6 +59,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         trace=environ.get("SYNCPRIMS_TRACE") or None,
         trace_limit=_read_mebibytes(environ, "SYNCPRIMS_TRACE_LIMIT") or default.trace_limit,
         mixed_precision=environ.get("SYNCPRIMS_MIXED_PRECISION") or None,
+        elastic=_read_switch(environ, "SYNCPRIMS_ELASTIC", default=False),
     )
 
 

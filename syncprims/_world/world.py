@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
     from syncprims.interface import Backend, Board, Settings, Topology
 
+    from .epoch import Change, Epoch
+
 #: Seconds after which a wait ends where the backend cannot distinguish a dead rank from a slow one.
 BLIND_TIMEOUT = 1800.0
 _SEARCH_EVERY = 0.25  # seconds between two searches for a deadlock
@@ -58,9 +60,10 @@ class World:
         backend_name: str,
         settings: Settings,
         topology: Topology,
-        *,
         extras: dict[str, Any],
+        *,
         end: Callable[[World, BaseException | None], None],
+        decided: Epoch | None = None,
     ) -> None:
         self.topology = topology
         self.backend_name = backend_name
@@ -69,18 +72,32 @@ class World:
         self._announced: dict[object, str] = {}  # what this rank does beside its calls
         self._end = end  # called by the end of a `with` block
         self._backend = backend
+        self._recorder: Any = None if settings.trace is None else _make_recorder(settings, topology)
+        self.timeout = settings.timeout  #: of a call that names none, in seconds
+        if self.timeout is None and not backend.detects_death:
+            self.timeout = BLIND_TIMEOUT
+        #: What :func:`syncprims.reform` has changed, in this world or before this rank joined it.
+        self.change: Change | None = None
+        self.decided = decided  #: a membership whose ranks have not met yet
+        epoch, rounds = (decided.number, decided.members[topology.rank][2]) if decided else (0, 0)
+        self._begin(topology, epoch, rounds)
+
+    def _begin(self, topology: Topology, epoch: int, rounds: int) -> None:
+        """Begin an epoch, before which this rank has completed so many rounds."""
+        backend = self._backend
+        self.topology = topology
+        self.epoch = epoch  #: 0, and after each :func:`syncprims.reform` a higher number
+        self._rounds_before = rounds
         self._deadlocks = DeadlockDetector(backend)
         self._background = Background(backend)
         self._groups: dict[tuple[int, ...], Group] = {}
         self._kept_boards: dict[tuple[int, ...], Board] = {}  # of closed groups
         self._named: list[Rounds] = []  # at boards of their own, beside those of groups
-        self._recorder: Any = None if settings.trace is None else _make_recorder(settings, topology)
         self._nodes: list[int] = []  # of each rank, known after the start
         self._at_end = contextlib.ExitStack()  # closed before this rank leaves
-        self.timeout = settings.timeout  #: of a call that names none, in seconds
-        if self.timeout is None and not backend.detects_death:
-            self.timeout = BLIND_TIMEOUT
         self.group = self._make_group(range(topology.world_size))  #: of all ranks
+        if backend.slots is not None and backend.slots.open:
+            rounds_of(self.group).may_join = backend.slots.waiting
 
     @property
     def rank(self) -> int:
@@ -418,6 +435,50 @@ def set_world_timeout(world: World, timeout: float) -> None:
     world.timeout = timeout
     for group in world._groups.values():
         group._timeout = timeout
+
+
+# -- for `reform` ---------------------------------------------------------------------------------
+
+
+def rounds_completed(world: World) -> int:
+    """Return how many rounds of all ranks this one has completed, in all epochs."""
+    return world._rounds_before + rounds_of(world.group).board.collected
+
+
+def set_rounds_completed(world: World, rounds: int) -> None:
+    """Count as many rounds as the rank whose state this one has taken over."""
+    world._rounds_before += rounds - rounds_completed(world)
+
+
+def leave_rounds(world: World, error: SyncError) -> SyncError:
+    """Break every group of this rank with `error`, and return why that of all ranks is broken.
+
+    A rank that waits in one of them for this rank raises it.
+    """
+    verdict = errors.dump(error)
+    groups = [g for g in world._groups.values() if g is not world.group and world.rank in g.ranks]
+    for rounds in (*world._named, *map(rounds_of, groups)):
+        rounds.abort(verdict)
+    return errors.load(rounds_of(world.group).abort(verdict))
+
+
+def begin_epoch(
+    world: World, topology: Topology, epoch: int, rounds: int, why: Callable[[], SyncError]
+) -> None:
+    """Make this rank one of a new epoch; whatever belongs to the one before raises ``why()``."""
+    close_world(world, why)
+    with contextlib.suppress(Exception):  # what a lost rank leaves behind may fail to end
+        world._at_end.close()
+    if world._recorder is not None:
+        world._recorder.leave(None)
+        world._recorder = None
+    slots = world._backend.slots
+    assert slots is not None
+    slots.enter(epoch, topology)
+    world._begin(topology, epoch, rounds)
+
+
+# -- the end ---------------------------------------------------------------------------------------
 
 
 def close_world(world: World, why: Callable[[], SyncError]) -> None:

@@ -26,7 +26,7 @@ from syncprims.training.checkpoints import (
     load_state,
     save_state,
 )
-from syncprims.training.checkpoints.coordination import Team, coordinate, directory_path
+from syncprims.training.checkpoints.coordination import coordinate, directory_path, meet
 from syncprims.training.checkpoints.integrity import refusal
 from syncprims.training.checkpoints.states import MANIFEST, read_manifest
 from syncprims.training.rng import restore_cpu
@@ -71,7 +71,7 @@ def load_alone(
     """
     path = directory_path(directory)
     doing = f"load_state from {path}"
-    Team.meet(doing, path)  # each rank has saved before
+    meet(doing, path)  # each rank has saved before
 
     def saved() -> tuple[int, int | None]:
         state = read_manifest(path)
@@ -150,7 +150,7 @@ def load_accelerate_state(
     """
     path = directory_path(directory)
     doing = f"load_state from {path}"
-    Team.meet(doing)
+    meet(doing)
 
     def read() -> None:
         for i, model in enumerate(models):

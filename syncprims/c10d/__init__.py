@@ -11,20 +11,13 @@ A call that differs between ranks, a rank that does not come and one that dies r
 
 from __future__ import annotations
 
+from _syncprims_c10d import register
+
 from .group_world import open_default_group
-from .process_group import SyncProcessGroup, create_process_group
-from .torch_internals import (
-    NAME,
-    accept_timeouts,
-    keep_from_recorder,
-    notify_of_ends,
-    register_backend,
-    serve_every_backend,
-)
+from .process_group import SyncProcessGroup
+from .torch_internals import NAME, adapt_torch, serve_every_backend
 
 __all__ = ["NAME", "SyncProcessGroup", "open_default_group", "serve_every_backend"]
 
-register_backend(create_process_group)
-notify_of_ends(SyncProcessGroup)
-keep_from_recorder(SyncProcessGroup)
-accept_timeouts()
+register()
+adapt_torch(SyncProcessGroup)

@@ -5,21 +5,18 @@ And the other way round: the default group that a world opens.
 
 from __future__ import annotations
 
-import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from syncprims._world.nodes import identify_host
 from syncprims._world.runtime import (
     current,
     find_world,
-    get_settings,
     join_as,
     keep_until_exit,
     leave_group_world,
     names_backend,
 )
-from syncprims.errors import ConfigurationError, SyncTimeout
+from syncprims.errors import ConfigurationError
 
 from .torch_internals import NAME, dist, find_backing_store, is_rendezvous_replaced
 
@@ -27,8 +24,6 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from syncprims._world.world import World
-
-_LOOK_EVERY = 0.005  # seconds between two looks into the store
 
 
 class GroupWorld:
@@ -49,8 +44,8 @@ def join_group_world(store: Any, rank: int, world_size: int) -> GroupWorld:
     """Return the world of a default process group.
 
     It is the one that runs. If there is none, it is started: by the environment, if that names a
-    backend; else as the store says, which all ranks of the group share. On one host they meet in
-    shared memory, and several hosts meet at the server of that store.
+    backend; else by the store, which all ranks of the group share. They meet at the server of a
+    TCPStore. Ranks with a store of another kind must be on one host.
 
     :raises ConfigurationError: if the world has other numbers than the group.
     """
@@ -84,56 +79,24 @@ def _keep_server(store: Any) -> None:
 
 
 def _start(store: Any, rank: int, world_size: int) -> World:
-    """Start a world of the ranks that share `store`."""
+    """Start a world of the ranks that share `store`: at its server, if it has one."""
     turn = (int(store.add("syncprims/joined", 1)) - 1) // world_size  # earlier groups used it, too
-    prefix = f"syncprims/{turn}"
-    host = identify_host()
-    if rank == 0:
-        store.set(f"{prefix}/run", uuid.uuid4().hex)
-    store.set(f"{prefix}/host/{rank}", host)
-    hosts = _read_all(store, [f"{prefix}/host/{other}" for other in range(world_size)])
+    run_id = bytes(store.compare_set(f"syncprims/{turn}", "", uuid.uuid4().hex)).decode()
     variables = {
         "SYNCPRIMS_RANK": str(rank),
         "SYNCPRIMS_WORLD_SIZE": str(world_size),
-        "SYNCPRIMS_RUN_ID": _read_all(store, [f"{prefix}/run"])[0],
+        "SYNCPRIMS_RUN_ID": run_id,
         "SYNCPRIMS_BACKEND": "single" if world_size == 1 else "file",
     }
-    if len(set(hosts)) > 1:
-        server = find_backing_store(store)
-        if not isinstance(server, dist.TCPStore):
-            raise ConfigurationError(
-                f"the ranks of init_process_group({NAME!r}) are on several hosts, and their store "
-                f"is a {type(server).__name__}: they meet at a TCPStore only. Initialize with "
-                f"env:// or tcp://, or start the ranks with torchrun"
-            )
+    server = find_backing_store(store)
+    if world_size > 1 and isinstance(server, dist.TCPStore):
         variables |= {
-            "SYNCPRIMS_BACKEND": "torch",
+            "SYNCPRIMS_BACKEND": "gloo",
             "MASTER_ADDR": server.host,
             "MASTER_PORT": str(server.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # it is served already
         }
     return join_as(variables)
-
-
-def _read_all(store: Any, keys: list[str]) -> list[str]:
-    """Return the values of all keys, once they are there.
-
-    :raises SyncTimeout: naming the ranks whose keys are missing.
-    """
-    limit = get_settings().join_timeout
-    begin = time.monotonic()
-    while not store.check(keys):
-        if time.monotonic() - begin > limit:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise SyncTimeout(
-                f"init_process_group({NAME!r}) timed out after {limit:g} s: ranks {missing} did "
-                f"not come. See what keeps them, or allow more: SYNCPRIMS_JOIN_TIMEOUT",
-                call="init_process_group",
-                missing=missing,
-                waited=limit,
-            )
-        time.sleep(_LOOK_EVERY)
-    return [bytes(store.get(key)).decode() for key in keys]
 
 
 def open_default_group(world: World, at_end: ExitStack) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 import torch
 
 from syncprims._data import values
-from syncprims._data.arrays import empty_array, flat, raw
+from syncprims._data.arrays import empty_array, raw
 from syncprims._data.limits import LARGE
 from syncprims._data.plane import DataPlane
 from syncprims._data.reduction import combine
@@ -22,24 +22,26 @@ from syncprims.interface import Mark, Note
 
 from .group_world import GroupWorld, join_group_world
 from .point_to_point import PointToPoint
-from .tensors import OutputTensors, describe, items_of, nothing
+from .tensors import OutputTensors, describe, items_in, items_of, nothing
 from .torch_internals import (
     BETWEEN,
     NAME,
+    count_modes,
     default_timeouts,
     dist,
     finished_work,
     is_profiling,
     keep_from_compiler,
+    make_backend_error,
     recorded,
     reduction_of,
+    show_to_modes,
     with_old_names,
+    without_modes,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
-
-    from syncprims._protocol.rounds import Rounds
+    from collections.abc import Callable, Collection, Sequence
 
     Tensors = torch.Tensor | Sequence[torch.Tensor]
 
@@ -71,7 +73,7 @@ def create_process_group(options: Any, backend_options: object = None) -> SyncPr
 
 def _count(world: Any, key: tuple[tuple[int, ...], str]) -> int:
     """Return how many groups of these members and this name the world has had before."""
-    counts: dict[Any, int] = world.extras.setdefault("c10d", {})
+    counts: dict[Any, int] = world.extras.setdefault(f"c10d {world.epoch}", {})
     counts[key] = counts.get(key, 0) + 1
     return counts[key] - 1
 
@@ -79,25 +81,10 @@ def _count(world: Any, key: tuple[tuple[int, ...], str]) -> int:
 class _Options(NamedTuple):
     """What a call says beside its tensors."""
 
-    op: Any
-    root: Any
-    timeout: Any
-
-    @classmethod
-    def of(cls, given: Iterable[Any]) -> _Options:
-        """Return what c10d gives: objects with options, or single values, in any order."""
-        op = root = timeout = None
-        for value in given:
-            if isinstance(value, timedelta):
-                timeout = value
-            elif isinstance(value, int):
-                root = value
-            elif (limit := getattr(value, "timeout", None)) is not None:
-                op, root = getattr(value, "reduceOp", op), getattr(value, "rootRank", root)
-                timeout = timeout or limit
-            elif value is not None:
-                op = value
-        return cls(dist.ReduceOp.SUM if op is None else op, root, timeout)
+    op: str  #: the name of a reduction
+    factor: Any  #: of a pre-multiplied sum
+    root: Any  #: a group rank
+    limit: float | None  #: seconds
 
 
 def _collective(title: str, tensors: int = 1, shown: int = 0) -> Callable[[M], M]:
@@ -111,7 +98,7 @@ def _collective(title: str, tensors: int = 1, shown: int = 0) -> Callable[[M], M
         @_recorded(title, shown)
         @functools.wraps(method)
         def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
-            options = _Options.of((*args[tensors:], *named.values()))
+            options = self._read_options(*args[tensors:], *named.values())
             method(self, options, *args[:tensors])
             return finished_work(_listed(args[0]) if tensors else None)
 
@@ -121,16 +108,29 @@ def _collective(title: str, tensors: int = 1, shown: int = 0) -> Callable[[M], M
 
 
 def _recorded(title: str, shown: int = 0) -> Callable[[M], M]:
-    """Show a method to the profilers of torch; the compiler of torch does not trace it."""
+    """Show a method to profilers and modes of torch; the compiler of torch does not trace it.
+
+    Its errors are also those that torch's own backends raise.
+    """
 
     def decorate(method: M) -> M:
         @keep_from_compiler
         @functools.wraps(method)
         def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
-            if not is_profiling():
-                return method(self, *args, **named)
-            with recorded(f"{self.served_as}:{title}", _flattened([*args[shown : shown + 1]])):
-                return method(self, *args, **named)
+            try:
+                if count_modes():
+                    tensors = _flattened([*args])
+                    name = method.__name__
+                    work = show_to_modes(self, name, tensors, lambda of: of(*args, **named))
+                    with without_modes():
+                        return work or call(self, *args, **named)
+                if not is_profiling():
+                    return method(self, *args, **named)
+                with recorded(f"{self.served_as}:{title}", _flattened([*args[shown : shown + 1]])):
+                    return method(self, *args, **named)
+            except SyncError as error:
+                make_backend_error(error)
+                raise
 
         return cast("M", call)
 
@@ -151,7 +151,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._home = home
         self._ranks = ranks  # world ranks, by group rank
         self.group_name = str(options.group_id)
-        self.served_as = NAME
+        self.served_as = NAME  #: the backend that the program has asked for: its profilers show it
         self._store = options.store
         members = tuple(sorted(ranks))
         self._me = options.group_rank
@@ -178,10 +178,6 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return NAME
 
     getBackendName = _get_backend_name = name
-
-    def serve_as(self, name: str) -> None:
-        """Serve a program that has asked for the backend `name`: its profilers show that."""
-        self.served_as = name
 
     #: What torch has called the group, and what the program has. They hide properties of C++.
     group_name, group_desc = "", "undefined"
@@ -268,6 +264,22 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         seconds = None if timeout is None else self._seconds(timeout)
         return self._timeout if seconds is None else seconds
 
+    def _read_options(self, *given: Any) -> _Options:
+        """Read what c10d gives: objects with options, or single values, in any order."""
+        op = root = timeout = None
+        for value in given:
+            if (limit := getattr(value, "timeout", None)) is not None:
+                op, root = getattr(value, "reduceOp", op), getattr(value, "rootRank", root)
+                timeout = timeout or limit
+            elif isinstance(value, timedelta):
+                timeout = value
+            elif isinstance(value, int):
+                root = value
+            elif value is not None:
+                op = value
+        name, factor = ("sum", None) if op is None else reduction_of(op)
+        return _Options(name, factor, root, self._limit(timeout))
+
     def _note(
         self, kind: str, what: str | None = None, root: int | None = None, op: str | None = None
     ) -> Note:
@@ -342,9 +354,14 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return when every member has come."""
         given = getattr(opts, "timeout", opts) if timeout is None else timeout
-        self._rounds.meet(self._note("barrier"), self._limit(given))
+        try:
+            self._rounds.meet(self._note("barrier"), self._limit(given))
+        except SyncError as error:
+            make_backend_error(error)
+            raise
         return finished_work()
 
+    @_recorded("monitored_barrier")
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Return when every member has come; all missing ones are named in any case."""
         self._rounds.meet(self._note("monitored_barrier"), self._limit(timeout))
@@ -365,36 +382,35 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._reduce("reduce", options, tensors, options.root)
 
     def _reduce(self, kind: str, options: _Options, tensors: Tensors, root: int | None) -> None:
-        op, factor = reduction_of(options.op)
         for tensor in _listed(tensors):
             what = ("sparse " if tensor.is_sparse else "") + describe([tensor])
-            note = self._note(kind, what, root, op)
+            note = self._note(kind, what, root, options.op)
             plain = tensor.detach()
-            if op == "premul_sum":
-                plain = plain * factor
-            ours, limit = self._op_for(note, op, tensor), self._limit(options.timeout)
+            if options.factor is not None:
+                plain = plain * options.factor
+            op = self._op_for(note, options.op, tensor)
             if tensor.is_sparse:
                 plain = plain.coalesce()
-                total = values.all_reduce(self._rounds, note, plain, ours, None, limit)
+                total = values.all_reduce(self._rounds, note, plain, op, None, options.limit)
                 with torch.no_grad():  # a detached sparse tensor would keep its own indices
                     tensor.copy_(total.coalesce())
             elif root in (None, self._me):
                 with OutputTensors(tensor) as (out,):
-                    values.all_reduce(self._rounds, note, items_of(plain), ours, out, limit)
+                    values.all_reduce(self._rounds, note, items_of(plain), op, out, options.limit)
             else:
-                values.all_reduce(self._rounds, note, items_of(plain), ours, None, limit)
+                values.all_reduce(self._rounds, note, items_of(plain), op, None, options.limit)
 
     @_collective("broadcast")
     def broadcast(self, options: _Options, tensors: Tensors) -> None:
         """Fill the tensors with those of the root."""
         for tensor in _listed(tensors):
             note = self._note("broadcast", describe([tensor]), options.root)
-            src, limit = self._ranks[options.root], self._limit(options.timeout)
+            src = self._ranks[options.root]
             if options.root == self._me:
-                values.broadcast(self._rounds, note, items_of(tensor), src, None, limit)
+                values.broadcast(self._rounds, note, items_of(tensor), src, None, options.limit)
             else:
                 with OutputTensors(tensor) as (out,):
-                    values.broadcast(self._rounds, note, None, src, out, limit)
+                    values.broadcast(self._rounds, note, None, src, out, options.limit)
 
     @_collective("all_gather", 2, 1)
     def allgather(self, options: _Options, outputs: Any, inputs: Any) -> None:
@@ -430,8 +446,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _gather_items(
         self, note: Note, options: _Options, mine: torch.Tensor, outs: list[Any]
     ) -> None:
-        limit = self._limit(options.timeout)
-        values.gather(self._rounds, note, items_of(mine), limit, self._by_index(outs))
+        values.gather(self._rounds, note, items_of(mine), options.limit, self._by_index(outs))
 
     @_collective("_all_gather_base", 2, 1)
     def all_gather_single(self, options: _Options, outputs: Any, inputs: Any) -> None:
@@ -454,47 +469,114 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Fill the output with the input that the root has for this rank."""
         (output,) = _listed(outputs)
         note = self._note("scatter", describe([output]), options.root)
-        rooms, parts = [[nothing()] * len(self._ranks) for _ in range(2)]
+        parts: list[Any] = []
         if options.root == self._me:
             given = _nested(inputs)
             self._check(note, output, given)
-            parts = [items_of(one) for one in given]
-        with OutputTensors(output) as (rooms[options.root],):
-            sizes = [[0] * len(parts)] * len(parts)
-            sizes[self._index_of[options.root]] = [rooms[options.root].nbytes] * len(parts)
-            self._exchange(note, options, parts, rooms, sizes)
+            parts = [items_of(part) for part in given]
+        count, src = len(self._ranks), self._index_of[options.root]
+        with OutputTensors(output) as (room,):
+            size = room.nbytes
+
+            def read(notes: Sequence[Note]) -> None:
+                raw(room)[:] = notes[src].payload[self._me * size : (self._me + 1) * size]
+
+            if not self._meet_small(note, options, size * count, parts, read):
+                rooms = [nothing()] * count
+                rooms[options.root] = room
+                sizes = [[size if i == src else 0] * count for i in range(count)]
+                self._transfer(note, options, parts or [nothing()] * count, rooms, sizes)
 
     @_collective("reduce_scatter", 2, 1)
     def reduce_scatter(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Fill the outputs with the reduction of what all members have for this rank."""
-        op, factor = reduction_of(options.op)
         for parts, output in _pairs(inputs, outputs):
-            note = self._note("reduce_scatter", describe(parts), None, op)
+            note = self._note("reduce_scatter", describe(parts), None, options.op)
             self._check(note, output, parts, of_size=[self._me])
-            items = [items_of(one) for one in parts]
-            self._reduce_scatter(note, options, output, _scaled(items, factor), op)
+            self._reduce_scatter(note, options, output, [items_of(part) for part in parts])
 
     @_collective("_reduce_scatter_base", 2, 1)
     def reduce_scatter_single(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Fill each output with the reduction of the parts that all members have for this rank."""
-        op, factor = reduction_of(options.op)
         for output, mine in zip(_listed(outputs), _listed(inputs), strict=True):
-            note = self._note("reduce_scatter_tensor", describe([mine]), None, op)
+            note = self._note("reduce_scatter_tensor", describe([mine]), None, options.op)
             self._check_whole(note, output, mine)
-            items = self._parts(items_of(mine))
-            self._reduce_scatter(note, options, output, _scaled(items, factor), op)
+            self._reduce_scatter(note, options, output, self._parts(items_of(mine)))
 
     reduce_scatter_single_coalesced = reduce_scatter_single
 
     def _reduce_scatter(
-        self, note: Note, options: _Options, output: torch.Tensor, parts: list[Any], op: str
+        self, note: Note, options: _Options, output: torch.Tensor, parts: list[Any]
     ) -> None:
-        op, own = self._op_for(note, op, output), parts[self._me]
-        rooms = list(empty_array(own, (len(parts), len(own)), own.dtype))
-        sizes = [self._by_index([part.nbytes for part in parts])] * len(parts)
-        self._exchange(note, options, parts, rooms, sizes)
+        op, own = self._op_for(note, options.op, output), parts[self._me]
+        if options.factor is not None:
+            parts = [part * options.factor for part in parts]
+        sizes = [part.nbytes for part in parts]
+        begin = sum(sizes[: self._me])
         with OutputTensors(output) as (out,):
-            combine(self._by_index(rooms), op, out)
+
+            def read(notes: Sequence[Note]) -> None:
+                if len(own):
+                    combine([items_in(each.payload, own, begin) for each in notes], op, out)
+
+            if not self._meet_small(note, options, sum(sizes), parts, read):
+                rooms = list(empty_array(own, (len(parts), len(own)), own.dtype))
+                self._transfer(note, options, parts, rooms, [self._by_index(sizes)] * len(parts))
+                combine(self._by_index(rooms), op, out)
+
+    def _meet_small(
+        self,
+        note: Note,
+        options: _Options,
+        size: int,
+        parts: Sequence[Any],
+        read: Callable[[Sequence[Note]], None],
+    ) -> bool:
+        """Send `parts` in the notes of one round, which ``read(notes)`` reads, if they are small.
+
+        The bytes that decide, `size`, are the same on all members.
+        """
+        if size >= LARGE and self._transport(note) is not None:
+            return False
+        payload = b"".join(map(raw, parts))
+        posted = Note(note.label, payload=payload) if payload else note
+        self._rounds.meet(posted, options.limit, read)
+        return True
+
+    def _transport(self, note: Note) -> Any:
+        """Return what carries arrays; if there is no space for it, the others get a `PeerFailed`.
+
+        All members have one, or none has.
+        """
+        try:
+            return DataPlane.of(self._rounds).transport()
+        except BaseException as error:
+            self._rounds.fail(note.label, error)
+            raise
+
+    def _transfer(
+        self,
+        note: Note,
+        options: _Options,
+        parts: Sequence[Any],
+        rooms: Sequence[Any],
+        sizes: Sequence[Sequence[int]],
+    ) -> None:
+        """Fill ``rooms[rank]`` with the part that the group rank has for this one.
+
+        All members know the sizes: ``sizes[i]`` are the bytes of those of member i of the board.
+        """
+        transport, parts, rooms = (
+            self._transport(note),
+            self._by_index(parts),
+            self._by_index(rooms),
+        )
+        RoundSequence.run(
+            self._rounds,
+            note,
+            options.limit,
+            lambda one: transport.exchange(one, parts, rooms, sizes),
+        )
 
     # -- all-to-all -----------------------------------------------------------------------------
 
@@ -529,38 +611,69 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._exchange(note, options, [items_of(one) for one in inputs], rooms)
 
     def _exchange(
-        self,
-        note: Note,
-        options: _Options,
-        parts: Sequence[Any],
-        rooms: Sequence[Any],
-        sizes: Sequence[Sequence[int]] | None = None,
+        self, note: Note, options: _Options, parts: Sequence[Any], rooms: Sequence[Any]
     ) -> None:
+        """Fill ``rooms[rank]``, contiguous, with the part that the group rank has for this one.
+
+        Each member sends the sizes of its parts and rooms in a note, and with them small parts.
+        Larger ones go through the transport.
+
+        :raises RankMismatch: on all members, if a part does not fit into its room.
+        """
+        rounds, transport = self._rounds, self._transport(note)
         parts, rooms = self._by_index(parts), self._by_index(rooms)
-        _exchange(self._rounds, note, parts, rooms, self._limit(options.timeout), sizes)
+        count, me = len(parts), rounds.members.index(rounds.rank)
+        form, own_sizes = f"<{2 * count}Q", [array.nbytes for array in (*parts, *rooms)]
+        in_note = transport is None or sum(own_sizes[:count]) < LARGE
+        payload = b"".join([struct.pack(form, *own_sizes), *map(raw, parts if in_note else ())])
+
+        def read(notes: Sequence[Note]) -> None:
+            sizes = [struct.unpack_from(form, other.payload) for other in notes]
+            self._check_sizes(note, sizes)
+            if all(other.mark for other in notes):
+                for other, row, room in zip(notes, sizes, rooms, strict=True):
+                    begin = 16 * count + sum(row[:me])
+                    raw(room)[:] = other.payload[begin : begin + row[me]]
+            else:
+                sequence = RoundSequence(rounds, note, options.limit)
+                transport.exchange(sequence, parts, rooms, [row[:count] for row in sizes])
+
+        mark = Mark.INLINE if in_note else Mark.NONE
+        rounds.meet(Note(note.label, mark, payload), options.limit, read)
+
+    def _check_sizes(self, note: Note, sizes: Sequence[Sequence[int]]) -> None:
+        """Accept parts that fit into their rooms.
+
+        ``sizes[i]`` are the bytes of the parts of member i of the board, then those of its rooms.
+        """
+        members = self._rounds.members
+        for i, row in enumerate(sizes):
+            for j, other in enumerate(sizes):
+                if row[j] != other[len(members) + i]:
+                    self._rounds.raise_in_step(
+                        RankMismatch(
+                            f"{note.label}: rank {members[i]} sends {row[j]} bytes to rank "
+                            f"{members[j]}, which has room for {other[len(members) + i]}; let the "
+                            f"split sizes of both agree",
+                            rank=self._rounds.rank,
+                            call=str(note.label),
+                            arrived=list(members),
+                        )
+                    )
 
     # -- point to point -------------------------------------------------------------------------
-
-    def _peer(self, what: str, rank: int) -> int:
-        """Accept a group rank.
-
-        :raises ValueError: if there is none of that number.
-        """
-        if not 0 <= rank < len(self._ranks):
-            raise ValueError(f"{what}={rank} is no rank of a group of {len(self._ranks)} ranks")
-        return rank
 
     @_recorded("send")
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
         """Send a tensor; the `Work` is over when it may be changed."""
         (tensor,) = _listed(tensors)
-        return self._point_to_point.send(tensor, self._peer("dst", dst), tag, self._timeout)
+        return self._point_to_point.send(tensor, dst, tag, self._timeout)
 
     @_recorded("recv")
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Any:
         """Receive into a tensor; the `Work` is over when it is filled."""
         (tensor,) = _listed(tensors)
-        return self._point_to_point.receive(tensor, self._peer("src", src), tag, self._timeout)
+        return self._point_to_point.receive(tensor, src, tag, self._timeout)
 
     @_recorded("recvAnySource")
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
@@ -592,11 +705,6 @@ def _flattened(tensors: Any) -> list[Any]:
     if not isinstance(tensors, list | tuple):
         return [tensors]
     return [tensor for part in tensors for tensor in _flattened(part)]
-
-
-def _scaled(parts: list[Any], factor: Any) -> list[Any]:
-    """Return the parts of a pre-multiplied sum; the very parts, if there is no factor."""
-    return parts if factor is None else [part * factor for part in parts]
 
 
 def _pairs(lists: Any, tensors: Any) -> list[tuple[list[Any], Any]]:
@@ -633,79 +741,3 @@ def _split(
         parts.append(items[begin * width : (begin + size) * width])
         begin += size
     return parts
-
-
-# -- all-to-all: each member has a part for each other one; scatters are special cases ------------
-
-
-def _exchange(
-    rounds: Rounds,
-    note: Note,
-    parts: Sequence[Any],
-    rooms: Sequence[Any],
-    timeout: float | None,
-    known: Sequence[Sequence[int]] | None = None,
-) -> None:
-    """Fill ``rooms[i]``, contiguous, with the part that member i has for this one.
-
-    Small parts travel in the notes of one round. Larger ones go through the transport. If the label
-    says how large all parts are, ``known[i]`` are the bytes of those of member i. Otherwise each
-    member sends the sizes of its own.
-
-    :raises RankMismatch: on all members, if a part does not fit into its room.
-    """
-    count, me = len(parts), rounds.members.index(rounds.rank)
-    form, begins = ("", 0) if known else (f"<{2 * count}Q", 16 * count)
-    own_sizes = () if known else [array.nbytes for array in (*parts, *rooms)]
-    try:
-        transport = DataPlane.of(rounds).transport()
-        most = max(map(sum, known)) if known else sum(own_sizes[:count])
-        in_note = transport is None or most < LARGE
-        sent = [raw(flat(part)) for part in parts] if in_note else []
-        mark = Mark.INLINE if in_note else Mark.NONE
-        payload = b"".join([struct.pack(form, *own_sizes), *sent])
-        posted = Note(note.label, mark, payload) if payload else note
-    except BaseException as error:
-        rounds.fail(note.label, error)
-        raise
-
-    def read(notes: Sequence[Note]) -> None:
-        sizes = known or [struct.unpack_from(form, other.payload) for other in notes]
-        if not known:
-            _check_sizes(rounds, note, sizes)
-        if known or transport is None or all(other.mark for other in notes):
-            for other, row, room in zip(notes, sizes, rooms, strict=True):
-                if row[me]:
-                    begin = begins + sum(row[:me])
-                    raw(flat(room))[:] = other.payload[begin : begin + row[me]]
-        else:
-            sequence = RoundSequence(rounds, note, timeout)
-            transport.exchange(sequence, parts, rooms, [row[:count] for row in sizes])
-
-    if known and transport is not None and not in_note:
-        RoundSequence.run(
-            rounds, note, timeout, lambda one: transport.exchange(one, parts, rooms, known)
-        )
-    else:
-        rounds.meet(posted, timeout, read)
-
-
-def _check_sizes(rounds: Rounds, note: Note, sizes: Sequence[Sequence[int]]) -> None:
-    """Accept parts that fit into their rooms.
-
-    ``sizes[i]`` are the bytes of the parts of member i, then those of its rooms.
-    """
-    members = rounds.members
-    for i, row in enumerate(sizes):
-        for j, other in enumerate(sizes):
-            if row[j] != other[len(members) + i]:
-                rounds.raise_in_step(
-                    RankMismatch(
-                        f"{note.label}: rank {members[i]} sends {row[j]} bytes to rank "
-                        f"{members[j]}, which has room for {other[len(members) + i]}; let the "
-                        f"split sizes of both agree",
-                        rank=rounds.rank,
-                        call=str(note.label),
-                        arrived=list(members),
-                    )
-                )

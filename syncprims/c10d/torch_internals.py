@@ -13,13 +13,14 @@ import contextlib
 import functools
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed
 from torch.futures import Future
 
-from syncprims.errors import BackendUnavailable
+from syncprims.errors import BackendUnavailable, SyncError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -29,32 +30,21 @@ dist: Any = torch.distributed  # its types leave out what its documentation name
 C = TypeVar("C", bound=type)
 M = TypeVar("M", bound="Callable[..., Any]")
 
-NAME = "syncprims"  #: of the backend, as in ``init_process_group("syncprims")``
 _DEVICES = ("cpu", "cuda")
+NAME = "syncprims"  #: of the backend, as in ``init_process_group("syncprims")``
 
+_STANDARD, _PACKAGES = Path(os.__file__).parent, Path(torch.__file__).parent.parent
+_FRAMEWORKS = (
+    "torch", "accelerate", "transformers", "lightning", "lightning_fabric", "pytorch_lightning",
+    "ignite", "torchmetrics", "deepspeed", "trl",
+)  # fmt: skip
 #: Frames of these stand between the user's line and a collective: torch, the frameworks that are
 #: installed beside it, and what marks functions of torch as deprecated.
-_PACKAGES = os.path.dirname(os.path.dirname(torch.__file__))  # noqa: PTH120
-_STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120
 BETWEEN = (
-    *(
-        os.path.join(_PACKAGES, name) + os.sep  # noqa: PTH118
-        for name in (
-            "torch",
-            "accelerate",
-            "transformers",
-            "lightning",
-            "lightning_fabric",
-            "pytorch_lightning",
-            "ignite",
-            "torchmetrics",
-            "deepspeed",
-            "trl",
-        )
-    ),
-    os.path.join(_PACKAGES, "typing_extensions.py"),  # noqa: PTH118
-    os.path.join(_STANDARD, "warnings.py"),  # noqa: PTH118
-    os.path.join(_STANDARD, "_py_warnings.py"),  # noqa: PTH118
+    *(f"{_PACKAGES / name}{os.sep}" for name in _FRAMEWORKS),
+    str(_PACKAGES / "typing_extensions.py"),
+    str(_STANDARD / "warnings.py"),
+    str(_STANDARD / "_py_warnings.py"),
 )
 
 #: Methods of a process group that have several names: torch's C++ code calls the new ones from 2.12
@@ -67,6 +57,12 @@ _OLD_NAMES = {
     "all_to_all_single": "alltoall_base",
     "set_timeout": "_set_default_timeout",
 }
+
+
+#: How many modes of torch's dispatcher are active in this thread (2.0 and newer).
+count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+#: Whether a profiler of torch records now (1.0 and newer).
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def missing(name: str) -> BackendUnavailable:
@@ -89,32 +85,19 @@ def c10d() -> Any:
     return _find(dist, "distributed_c10d")
 
 
-def register_backend(create: Callable[..., Any]) -> None:
-    """Make ``init_process_group("syncprims")`` call ``create(options, backend_options)``."""
-    if not dist.is_available():
-        raise missing("torch.distributed in this build")
-    if hasattr(dist.Backend, NAME.upper()):
-        return  # the entry point of the package has done it
-    dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(_DEVICES))
+def adapt_torch(cls: type[Any]) -> None:
+    """Make torch treat groups of the class `cls` as those of its own backends.
 
-
-def notify_of_ends(cls: type[Any]) -> None:
-    """Make ``destroy_process_group`` call ``shutdown`` of groups of the class `cls`.
-
-    Newer versions do. That of 2.6 calls `_shutdown_backend`, which knows NCCL's groups only.
+    ``destroy_process_group`` calls their ``shutdown``. Newer versions do; that of 2.6 calls
+    `_shutdown_backend`, which knows NCCL's groups only. ``init_process_group`` attaches no flight
+    recorder to them (2.15): it needs a backend in C++, and raises.
     """
     _call_instead("_shutdown_backend", cls, cls.shutdown)
+    _call_instead("_maybe_attach_flight_recorder", cls, lambda group: None)
+    _accept_timeouts()
 
 
-def keep_from_recorder(cls: type[Any]) -> None:
-    """Make ``init_process_group`` attach no flight recorder to groups of the class `cls` (2.15).
-
-    It needs a backend in C++, which such a group does not have, and raises.
-    """
-    _call_instead("_maybe_attach_flight_recorder", cls, None)
-
-
-def accept_timeouts() -> None:
+def _accept_timeouts() -> None:
     """Make ``Work.wait`` accept a timeout on the handle of a call that is over.
 
     The class of :func:`finished_work` refuses one, and has no name that could be derived from.
@@ -132,18 +115,18 @@ def accept_timeouts() -> None:
     dist.Work.wait = wait
 
 
-def _call_instead(name: str, cls: type[Any], ours: Callable[[Any], None] | None) -> None:
-    """Call `ours` or nothing for groups of `cls`, where torch has a function `name` of a group."""
+def _call_instead(name: str, cls: type[Any], ours: Callable[[Any], None]) -> None:
+    """Call `ours` for groups of `cls`, where torch has a function `name` of a group."""
     module = c10d()
     original = getattr(module, name, None)
     if original is None:
         return
 
     def call(group: Any, *args: Any) -> None:
-        if not isinstance(group, cls):
-            original(group, *args)
-        elif ours is not None:
+        if isinstance(group, cls):
             ours(group)
+        else:
+            original(group, *args)
 
     setattr(module, name, call)
 
@@ -168,24 +151,11 @@ def finished_work(result: Any = None) -> Any:
     return _find(_distributed_c10d, "_create_work_from_future")(future)
 
 
-_REDUCTIONS = {
-    "SUM": "sum",
-    "AVG": "mean",
-    "PRODUCT": "prod",
-    "MIN": "min",
-    "MAX": "max",
-    "BAND": "band",
-    "BOR": "bor",
-    "BXOR": "bxor",
-    "PREMUL_SUM": "premul_sum",
-}
-
-
 @functools.cache
 def _reductions() -> dict[Any, str]:
-    found = {getattr(dist.ReduceOp, name, None): ours for name, ours in _REDUCTIONS.items()}
-    found.pop(None, None)
-    return found
+    ours = {"avg": "mean", "product": "prod"}
+    names = dist.ReduceOp.RedOpType.__members__
+    return {op: ours.get(name.lower(), name.lower()) for name, op in names.items()}
 
 
 def reduction_of(given: Any) -> tuple[str, Any]:
@@ -201,10 +171,51 @@ def reduction_of(given: Any) -> tuple[str, Any]:
     return name, given.factor if name == "premul_sum" else None
 
 
-def is_profiling() -> bool:
-    """Return whether a profiler of torch records now (`torch.autograd._profiler_enabled`, 1.0)."""
-    enabled: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    return enabled
+def show_to_modes(group: Any, name: str, tensors: Sequence[torch.Tensor], call: Any) -> Any:
+    """Let the active modes of torch's dispatcher see a call; return its handle if that was all.
+
+    A process group in Python is called past the dispatcher. So ``call(double)`` makes the call
+    `name` first for a group in C++ that transfers nothing (`FakeProcessGroup`, 2.1 and newer). That
+    is all there is to do for fake tensors.
+    """
+    from torch._C import _distributed_c10d
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    fake = _find(_distributed_c10d, "FakeProcessGroup")
+    make: Any = getattr(fake, "_create_internal", fake)  # in older versions, the class itself
+    place = group.rank(), group.size()
+    double, kind = dist.ProcessGroup(*place), dist.ProcessGroup.BackendType.CUSTOM
+    for device in _DEVICES:
+        double._register_backend(torch.device(device), kind, make(*place))
+    double._set_default_backend(kind)
+    work = call(getattr(double, name, None) or getattr(double, _OLD_NAMES[name]))
+    return work if any(isinstance(tensor, FakeTensor) for tensor in tensors) else None
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which no mode is active (`_disable_current_modes`, 2.0 and newer)."""
+    from torch.utils import _python_dispatch
+
+    return cast("Any", _find(_python_dispatch, "_disable_current_modes")())
+
+
+@functools.cache
+def _kind_of_backends(kind: type[SyncError]) -> type[SyncError]:
+    def reduce(error: SyncError) -> tuple[Any, ...]:
+        return _restore, (kind, str(error), error.facts())
+
+    names = {"__module__": kind.__module__, "__reduce__": reduce}
+    return type(kind.__name__, (kind, dist.DistBackendError), names)
+
+
+def _restore(kind: type[SyncError], message: str, facts: dict[str, Any]) -> SyncError:
+    return _kind_of_backends(kind)(message, **facts)
+
+
+def make_backend_error(error: SyncError) -> None:
+    """Make `error` a ``DistBackendError`` as well, as which programs catch a lost peer."""
+    if not isinstance(error, dist.DistBackendError):
+        error.__class__ = _kind_of_backends(type(error))
 
 
 def keep_from_compiler(method: M) -> M:
@@ -291,7 +302,7 @@ def replace_group_maker() -> Callable[[], None]:
         group, prefixed = original(size, rank, ranks, NAME, store, name, *args, **kw)
         tables = module._world
         if group in tables.pg_map:
-            group.serve_as(asked)
+            group.served_as = asked
             tables.pg_map[group] = dist.Backend(asked), prefixed
             tables.pg_backend_config[group] = str(module.BackendConfig(asked))
         return group, prefixed

@@ -204,13 +204,23 @@ class _RankProcess:
             failures = errors.load(self._report.read_bytes()).failures
         except (OSError, ValueError):
             failures = {}
-        return EndedRank(self.rank, self.status or 0, failures.get(self.rank), list(self.tail))
+        return EndedRank(
+            self.rank, self.status or 0, next(iter(failures.values()), None), list(self.tail)
+        )
 
 
 def _prepare(parent: int) -> None:
     """Make this process end with its parent, and independent of the terminal's job control."""
     die_with(parent)
     leave_terminal()
+
+
+#: What a process runs that starts beside a thread of ours, before it becomes the rank.
+_LATE = (
+    "import os, sys; from syncprims.cli.launcher import _prepare; _prepare(int(sys.argv[1])); "
+    "os.execvp(sys.argv[2], sys.argv[2:])"
+)
+_LONGEST_BACK_OFF = 30.0  # seconds between two replacements
 
 
 class _Launcher:
@@ -228,6 +238,8 @@ class _Launcher:
         self._output = Output(sys.stdout, sys.stderr, self._received)
         self._spare = find_children()  # of the program that calls this: no part of the run
         # Of the present start:
+        self._lost: list[_RankProcess] = []  # without which the others go on
+        self._replace_at: list[tuple[float, int]] = []  # when to start a process, for which rank
         self._ranks: list[_RankProcess] = []
         self._failed: list[_RankProcess] = []  # by themselves, in the order in which they ended
 
@@ -245,7 +257,8 @@ class _Launcher:
     def run(self, scratch: Path, guard: _Guard) -> int:
         """Run all ranks to their end, again after a failure, and return the exit code."""
         self._spare.add(guard.pid)
-        for restart in range(self._plan.max_restarts + 1):
+        restarts = 0 if self._plan.least else self._plan.max_restarts
+        for restart in range(restarts + 1):
             if restart:
                 self._report()
                 self._output.say(f"syncprims run: restart {restart} of {self._plan.max_restarts}")
@@ -280,7 +293,7 @@ class _Launcher:
                 sources += self._start(len(self._ranks), folder, guard)
             # In the first thread: from now on no process is forked.
             self._output.forward(sources)
-            self._watch()
+            self._watch(folder, guard)
         finally:
             # Ended ranks are still zombies, so this kills what they started, and nothing else.
             for rank in self._ranks:
@@ -293,11 +306,15 @@ class _Launcher:
                 recorder, topology, settings = find_end_recorder(self._environ(0))
                 recorder.remove_run(topology, settings)
 
-    def _start(self, rank: int, folder: Path, guard: _Guard) -> tuple[Source, Source]:
-        report = folder / f"failure-{rank}"
+    def _start(
+        self, rank: int, folder: Path, guard: _Guard, *, late: bool = False
+    ) -> tuple[Source, Source]:
+        report = folder / f"failure-{rank}-{len(self._ranks)}"
+        # Python must not fork beside a thread, and the output has one: the process does it itself.
+        command = [sys.executable, "-c", _LATE, str(os.getpid())] if late else []
         try:
             process = subprocess.Popen(
-                self._plan.command,
+                [*command, *self._plan.command],
                 env={**self._environ(rank), "SYNCPRIMS_ERROR_FILE": str(report)},
                 stdin=None if rank == 0 else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -305,7 +322,7 @@ class _Launcher:
                 process_group=0,  # its children get its signals, too
                 # Not a session of its own: Linux schedules each session as one, and then a rank
                 # that waits cannot yield its processor to another one.
-                preexec_fn=functools.partial(_prepare, os.getpid()),
+                preexec_fn=None if late else functools.partial(_prepare, os.getpid()),
             )
         except OSError as error:
             if error.errno not in _LIMITS:
@@ -328,17 +345,19 @@ class _Launcher:
     def _environ(self, rank: int) -> dict[str, str]:
         return {**self._variables, **make_rank_variables(rank, self._plan.ranks)}
 
-    def _watch(self) -> None:
+    def _watch(self, folder: Path, guard: _Guard) -> None:
         """Return when all ranks have ended; stop them after a failure or a signal."""
         kill_at = term_at = requested_at = math.inf
         handled = 0
         reap_at = time.monotonic() + _REAP_EVERY
         while True:
             ended = [rank for rank in self._ranks if rank.look()]
-            self._failed += [rank for rank in ended if rank.status and not rank.stopped]
             running = [rank for rank in self._ranks if rank.status is None]
+            self._take_failures([rank for rank in ended if rank.status and not rank.stopped])
             if not running:
                 return
+            if not self._failed and not self._received:
+                self._start_replacements(folder, guard)
             for rank in ended:  # others may wait for it to join
                 with contextlib.suppress(OSError, SyncError):
                     recorder, topology, settings = find_end_recorder(self._environ(rank.rank))
@@ -368,6 +387,32 @@ class _Launcher:
                 reap_children({*self._spare, *(rank.process.pid for rank in self._ranks)})
                 reap_at = now + _REAP_EVERY
             time.sleep(_POLL_INTERVAL)
+
+    def _take_failures(self, failed: list[_RankProcess]) -> None:
+        """Fail the run, unless enough ranks are left; then a replacement may be due."""
+        self._lost += failed
+        left = [rank for rank in self._ranks if not rank.status]
+        if failed and (self._received or len(left) < (self._plan.least or math.inf)):
+            self._failed, self._lost = self._failed + self._lost, []
+        elif not self._failed:
+            for rank in failed:
+                count = len(self._ranks) - self._plan.ranks + len(self._replace_at)
+                text = "no replacement is left"
+                if count < self._plan.max_restarts:
+                    pause = min(2.0 ** (count - 1), _LONGEST_BACK_OFF) if count else 0.0
+                    self._replace_at.append((time.monotonic() + pause, rank.rank))
+                    text = f"replacement {count + 1} of {self._plan.max_restarts} comes"
+                    text += f" in {pause:g} s" if pause else ""
+                ranks = f"{len(left)} rank{'s' * (len(left) > 1)}"
+                self._output.say(
+                    f"syncprims run: lost rank {rank.rank} {rank.ended.how}; {ranks} left, {text}"
+                )
+
+    def _start_replacements(self, folder: Path, guard: _Guard) -> None:
+        due = [entry for entry in self._replace_at if entry[0] <= time.monotonic()]
+        for entry in due:
+            self._replace_at.remove(entry)
+            self._output.add(self._start(entry[1], folder, guard, late=True))
 
     def _stop(self, running: list[_RankProcess], signum: int) -> None:
         for rank in running:

@@ -112,6 +112,14 @@ def device_ids(value: object) -> tuple[str, ...]:
     return ids
 
 
+def span(value: object) -> tuple[int, int]:
+    """Read ``2:4``."""
+    least, _, most = str(value).partition(":")
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise InvalidValue(f"{value!r} is not MIN:MAX, as in 2:4")
+    return int(least), int(most)
+
+
 def address(value: object) -> tuple[str, int]:
     """Read ``host:port``; an IPv6 address is in brackets."""
     host, colon, port = str(value).rpartition(":")
@@ -148,7 +156,11 @@ class Options:
         "how many ranks to start; with several nodes, on each (default: one for each of --gpus)",
         "N", ("-n", "-np"), example="4")
     max_restarts: int | None = _option(number(int, 0, "a number of restarts"), RANKS,
-        "how often to start all ranks again after one has failed (default: 0)", "N", example="0")
+        "how often to start all ranks again after one has failed; with --elastic, how many "
+        "replacements to start (default: 0)", "N", example="0")
+    elastic: tuple[int, int] | None = _option(span, RANKS,
+        "start MAX ranks, and go on after losses while at least MIN of them live; the script calls "
+        "reform()", "MIN:MAX", example='"2:4"')
     backend: str | None = _option(word, BACKEND,
         "where the ranks meet: file (shared memory of one host, no torch), torch, gloo, nccl, "
         "single, or a plug-in's (default: $SYNCPRIMS_BACKEND, else nccl with --gpus, else torch "
@@ -220,6 +232,8 @@ def plain_value(key: str, value: Any) -> Any:
     if key == "rendezvous":
         host, port = value
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if key == "elastic":
+        return "{}:{}".format(*value)
     return ",".join(value) if key == "gpus" else value
 
 

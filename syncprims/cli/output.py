@@ -193,6 +193,7 @@ class Output:
         both = self.stdout.is_terminal and stderr.isatty()
         self.stderr = Sink(stderr, screen if both else _Screen())
         self._said = collections.deque[list[bytes]]()
+        self._added = collections.deque[Source]()
         self._thread: threading.Thread | None = None
         self._bell = -1  # the thread looks when something is written there, and ends at its end
 
@@ -219,6 +220,11 @@ class Output:
             target=self._forward, args=(list(sources), bell), daemon=True
         )
         self._thread.start()
+
+    def add(self, sources: Iterable[Source]) -> None:
+        """Pass on what comes from these as well."""
+        self._added.extend(sources)
+        os.write(self._bell, b".")
 
     def finish(self) -> None:
         """Return when all that has come is written, however long the reader takes.
@@ -254,6 +260,10 @@ class Output:
                 if not left[fd].read():
                     poll.unregister(fd)
                     left.pop(fd).end()
+            while self._added:
+                source = self._added.popleft()
+                left[source.pipe.fileno()] = source
+                poll.register(source.pipe.fileno(), select.POLLIN)
             while self._said:
                 self.stderr.write(None, self._said.popleft())
             if finishing and not found:

@@ -34,6 +34,7 @@ class LaunchPlan(NamedTuple):
     variables: dict[str, str]  #: to set for all ranks
     torchrun: list[str]  #: the command that starts torchrun instead; empty on one node
     max_restarts: int = 0  #: of all ranks on this machine, after one has failed
+    least: int | None = None  #: ranks that go on after losses; then lost ones are replaced
 
 
 def merge(flags: Mapping[str, Any], file: Mapping[str, Any]) -> Options:
@@ -87,6 +88,8 @@ def plan_launch(
         )
     ranks, nodes = _size(options)
     variables = _settings(options, environ)
+    if options.elastic:
+        variables["SYNCPRIMS_ELASTIC"] = "1"
     variables["SYNCPRIMS_BACKEND"] = _backend(options, environ, ranks, nodes)
     if options.cpu:
         variables["CUDA_VISIBLE_DEVICES"] = ""
@@ -106,7 +109,8 @@ def plan_launch(
             f"--node-rank {options.node_rank} means several nodes; say how many with --nodes"
         )
     command = [sys.executable, "-u", *script]
-    return LaunchPlan(command, ranks, variables, torchrun, options.max_restarts or 0)
+    least = options.elastic[0] if options.elastic else None
+    return LaunchPlan(command, ranks, variables, torchrun, options.max_restarts or 0, least)
 
 
 def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
@@ -124,6 +128,16 @@ def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str
 def _size(options: Options) -> tuple[int, int]:
     """Return the number of ranks on each node, and the number of nodes."""
     ranks = options.ranks
+    if options.elastic:
+        flag = f"--elastic {plain_value('elastic', options.elastic)}"
+        if (options.nodes or 1) > 1:
+            raise ConfigurationError(
+                f"{flag} works on one machine: torchrun, which starts the ranks of several nodes, "
+                f"ends all of them when one is lost. Use --max-restarts there"
+            )
+        if ranks not in (None, options.elastic[1]):
+            raise _contradiction(f"--ranks {ranks}", flag)
+        ranks = options.elastic[1]
     if ranks is None and options.gpus not in (None, ("all",)):
         ranks = len(options.gpus or ())
     if ranks is None:

@@ -6,6 +6,7 @@ observed in the same way. What it does not change it delegates, whatever the con
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Callable, Sequence
 from inspect import get_annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from syncprims._protocol.threads import threads_that_may_call
 from syncprims._world.world import open_board
-from syncprims.interface import Backend, Board, Note, Status, WaitView
+from syncprims.interface import Backend, Board, Label, Note, Slots, Status, Topology, WaitView
 
 from .errors import Killed
 from .faults import Fault, apply_fault, current_target, is_due
@@ -71,9 +72,10 @@ def _delegate_rest(cls: type, contract: type, *instance_attributes: str) -> None
         return property(attrgetter(f"inner.{name}"), set_)
 
     names = {*vars(contract), *get_annotations(contract), *instance_attributes}
-    for name in names - vars(cls).keys():
+    for name in names - vars(cls).keys() - {"slots"}:
         if not name.startswith("_"):
             setattr(cls, name, delegate(name))
+    abc.update_abstractmethods(cls)
 
 
 class ProbedBackend(Backend):
@@ -82,11 +84,12 @@ class ProbedBackend(Backend):
     def __init__(self, inner: Backend, probe: Probe) -> None:
         self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
         self._probe = probe
+        self.slots = None if inner.slots is None else _probe_slots(inner.slots, probe)
 
     def board(self, members: Sequence[int], name: str = "") -> Board:
         """Return the board of `members`, probed."""
         self._probe.check_alive()
-        return ProbedBoard(open_board(self.inner, members, name), self._probe)
+        return ProbedBoard(open_board(self.inner, members, name), self._probe, self.inner.slots)
 
     def close_board(self, board: Board) -> bool:
         """Release a board that this backend has returned."""
@@ -122,14 +125,59 @@ class ProbedBackend(Backend):
         self.inner.close(failure)
 
 
+class ProbedSlots(Slots):
+    """Slots where the steps of a `reform` are recorded, and faults strike."""
+
+    def __init__(self, inner: Slots, probe: Probe) -> None:
+        self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
+        self._probe = probe
+
+    def _record(self, step: str) -> None:
+        self._probe.check_alive()
+        label = Label("reform", step)
+        self._probe.record_call(RecordedCall((self.own,), label, f"epoch {self.epoch}"))
+
+    def publish_call(self, call: bytes) -> None:
+        """Publish the call of `reform`, unless a fault prevents it."""
+        self._record("call")
+        self.inner.publish_call(call)
+
+    def decide(self, name: str, word: str) -> str:
+        """Decide, unless a fault prevents it."""
+        self._record("decide")
+        return self.inner.decide(name, word)
+
+    def enter(self, epoch: int, topology: Topology) -> None:
+        """Begin an epoch, unless a fault prevents it."""
+        self._record("enter")
+        self.inner.enter(epoch, topology)
+
+    def wait(self, ready: Callable[[], bool], timeout: float, waits_for: Sequence[int]) -> None:
+        """Wait, and record that."""
+        self._probe.check_alive()
+        self._probe.outcome.waits = "reform"
+        self.inner.wait(ready, timeout, waits_for)
+        self._probe.check_alive()
+        self._probe.outcome.waits = None
+
+
+def _probe_slots(inner: Slots, probe: Probe) -> Slots:
+    make: Any = ProbedSlots  # which gets the rest of its methods below
+    slots: Slots = make(inner, probe)
+    return slots
+
+
 class ProbedBoard(Board):
-    """A board whose rounds are recorded."""
+    """A board whose rounds are recorded, by the ranks that the members had at the start."""
 
     observed = True
 
-    def __init__(self, inner: Board, probe: Probe) -> None:
+    def __init__(self, inner: Board, probe: Probe, slots: Slots | None = None) -> None:
         self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
-        self._members = inner.members
+        self._ranks, self._name = inner.members, inner.name
+        if slots is not None and slots.epoch:
+            self._ranks = tuple(slots.members[rank] for rank in inner.members)
+            self._name = f"{inner.name} epoch {slots.epoch}".strip()
         self._probe = probe
         self._last: RecordedCall | str | None = None  # the call of the last round
         self._recorded = 0  # the last round whose call is recorded
@@ -142,7 +190,7 @@ class ProbedBoard(Board):
             self._last = str(note.label)
             inner.post(note)
             return
-        call = self._last = RecordedCall(self._members, note.label, inner.name)
+        call = self._last = RecordedCall(self._ranks, note.label, self._name)
         if self._recorded <= inner.posted:  # else a second try: the first note was refused
             self._recorded = inner.posted + 1
             probe.record_call(call)
@@ -187,3 +235,4 @@ class ProbedBoard(Board):
 
 _delegate_rest(ProbedBackend, Backend, "topology", "settings")
 _delegate_rest(ProbedBoard, Board, "members", "name", "posted", "collected")
+_delegate_rest(ProbedSlots, Slots)

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -145,10 +146,14 @@ class ThreadWorld:
                     thread.join()  # it has nothing left to do
             if not self._end(self._threads):
                 run.gave_up += ". A thread could not be ended, and is left alone"
-            # As at the end of a process. One that works, or has an end to wait for, ends by itself.
+            # As at the end of a process: one that works ends by itself, for a time.
             waiting = waiting_threads() & busy_threads()
             helpers = {thread for of_rank in self.scheduler.threads for thread in of_rank.started}
             self._end([thread for thread in helpers if thread.ident in waiting])
+            end, busy = time.monotonic() + _GRACE, busy_threads()
+            for helper in helpers:
+                if helper.ident in busy and not helper.daemon:
+                    helper.join(max(0.0, end - time.monotonic()))
         run.steps = self.scheduler.steps
         return run
 
@@ -165,21 +170,24 @@ class ThreadWorld:
                 self.scheduler.enter(rank)
                 outcome.run_program(
                     fn,
-                    thread_as_rank(self._environs[rank], self._make_backend),
+                    thread_as_rank(self._environs[rank], partial(self._make_backend, rank)),
                     lambda: self.scheduler.await_threads(rank),
                     self.scheduler.threads[rank],
                 )
         finally:
             self.scheduler.leave(rank)
 
-    def _make_backend(self, cls: type[Backend], place: Topology, settings: Settings) -> Backend:
-        number = self._worlds_begun[place.rank]
-        self._worlds_begun[place.rank] += 1
+    def _make_backend(
+        self, rank: int, cls: type[Backend], place: Topology, settings: Settings
+    ) -> Backend:
+        number = self._worlds_begun[rank]
+        self._worlds_begun[rank] += 1
         if number == len(self.shared_worlds):
-            self.shared_worlds.append(self._backend.shared_world(self.scheduler, self._spec.ranks))
-        backend = self.shared_worlds[number].backend(place, settings)
+            slots = self.shared_worlds[-1].slots if number else range(self._spec.ranks)
+            self.shared_worlds.append(self._backend.shared_world(self.scheduler, slots))
+        backend = self.shared_worlds[number].backend(place, settings, rank)
         probe = Probe(
-            self._outcomes[place.rank],
+            self._outcomes[rank],
             self._spec.faults,
             on_post=lambda rank, call: self._run.trace.append((rank, call)),
         )
@@ -195,7 +203,11 @@ class ThreadWorld:
         waiting = {
             board: call for world in self.shared_worlds for board, call in world.waiting.items()
         }
-        living = {o.rank for o in self._outcomes if o.end in ("left", "stopped")}
+        # Ranks as they are now: `reform` may have changed them since the start.
+        numbers = {s: rank for world in self.shared_worlds for rank, s in enumerate(world.slots)}
+        living = {
+            numbers.get(o.rank, o.rank) for o in self._outcomes if o.end in ("left", "stopped")
+        }
         waits: dict[int, list[Wait]] = {}
         for board, call in waiting.items():
             group = describe_group(board.members, board.name)
@@ -208,7 +220,7 @@ class ThreadWorld:
         locked = self.scheduler.describe_locked()
         for rank, text in locked.items():
             self._outcomes[rank].detail = text
-            waits.setdefault(rank, [Wait(text, "", (), any=True)])
+            waits.setdefault(numbers.get(rank, rank), [Wait(text, "", (), any=True)])
         if not waiting or not find_stuck(waits):
             stopped = [o.rank for o in self._outcomes if o.end == "stopped"]
             if stopped or locked:

@@ -75,7 +75,8 @@ class WorldReader:
         announced: dict[int, bytes] = {}
         with self._opened(liveness.FILE) as fd:
             about = self._about(fd)
-            for slot, rank in enumerate(_ranks(about.ranks)):
+            ranks = _ranks(about.ranks)
+            for slot, rank in zip(about.slots or range(len(ranks)), ranks, strict=True):
                 identity, state, detail, failure = self._examine(fd, slot)
                 states[rank] = Status(0, None, state, detail, failure)
                 if identity is not None:

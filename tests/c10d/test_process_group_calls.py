@@ -296,6 +296,33 @@ def test_methods_of_a_group_take_what_torch_says(world: Ranks) -> None:
 
 
 @several(2)
+def test_modes_of_the_dispatcher_see_every_call(world: Ranks) -> None:
+    """Profilers of communication count calls; fake tensors are computed without communication."""
+
+    def program() -> tuple[dict[str, int], list[float]]:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.distributed.tensor.debug import CommDebugMode
+        from torch.testing._internal.two_tensor import TwoTensor
+
+        with process_group():
+            one, room = torch.ones(2), torch.empty(4)
+            with CommDebugMode() as mode:
+                dist.all_reduce(one)
+                dist.group.WORLD._allgather_base(room, one)
+                dist.reduce_scatter(one, [*room.view(2, 2)])
+                dist.barrier()
+            with FakeTensorMode():
+                dist.all_reduce(torch.ones(3))
+            with pytest.raises(TypeError, match="a TwoTensor has no memory of its own"):
+                dist.all_reduce(TwoTensor(one, one))
+            dist.barrier()
+            return {str(op): count for op, count in mode.get_comm_counts().items()}, one.tolist()
+
+    counts = {"c10d.allreduce_": 1, "c10d._allgather_base_": 1, "c10d.reduce_scatter_": 1}
+    assert world.run(program) == [(counts, [4.0, 4.0])] * 2
+
+
+@several(2)
 def test_functional_collectives_and_training(world: Ranks) -> None:
     def program() -> list[float]:
         import torch.distributed._functional_collectives as functional

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,6 +182,17 @@ def test_a_rank_that_ends_or_does_not_come(world: Ranks) -> None:
             if sp.get_rank() == 0:
                 dist.all_reduce(torch.ones(1))
 
+    def caught_as_of_gloo() -> str | None:
+        try:
+            ends_early()
+        except (dist.DistError, RuntimeError) as error:
+            again = pickle.loads(pickle.dumps(error))
+            assert isinstance(again, sp.PeerLost)
+            assert isinstance(again, dist.DistBackendError)
+            return str(again.rank)
+        return None
+
+    assert world.run(caught_as_of_gloo) == ["1", None]
     error, result = world.outcomes(ends_early)
     assert isinstance(error, sp.PeerLost)
     assert error.rank == 1

@@ -27,7 +27,7 @@ VICTIM, LATE = 1, 2
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
 
 
-def kill_me(*_: object) -> None:
+def kill_me(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -176,9 +176,12 @@ def test_one_that_is_killed_as_it_waits_says_where(scripts: Scripts, tmp_path: P
     deadline = time.monotonic() + 30
 
     def waits(rank: int) -> bool:
-        """Return whether the file says for whom the rank waits; it may not be there yet."""
+        """Return whether the file says for whom the rank waits; it may not be whole yet."""
         paths = list((tmp_path / "t").glob(f"*/rank-{rank}.trace"))
-        return bool(paths) and entries(read_run(paths[0].parent), rank)[-1].outcome == "2"
+        run = read_run(paths[0].parent) if paths else None
+        if run is None or all(trace.rank != rank for trace in run.ranks):
+            return False
+        return entries(run, rank)[-1].outcome == "2"
 
     try:
         while not (waits(0) and waits(1)):

@@ -36,6 +36,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import syncprims
+from syncprims.testing import Kill, run_world
 from syncprims.training import (
     load_state,
     prepare_data_loader,
@@ -216,36 +217,6 @@ def test_metrics_of_items_without_batches_are_gathered_whole(world: Ranks) -> No
     whole = [row for table in tables() for row in table.tolist()]
     wanted = [whole, [2.0, 12.0, 22.0], [str(row) for row in whole]]
     assert world.run(program) == [wanted * 2] * world.ranks
-
-
-class Range(IterableDataset[int]):
-    def __init__(self, start: int, end: int) -> None:
-        self.start, self.end = start, end
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.start, self.end))
-
-
-def split_range(worker: int) -> None:
-    """Give this worker a part of the dataset, as torch's own documentation does."""
-    info: Any = get_worker_info()
-    data = info.dataset
-    each = (data.end - data.start) // info.num_workers
-    data.start += worker * each
-    data.end = data.start + each
-
-
-@in_pairs
-def test_a_worker_splits_the_stream_that_it_finds(world: Ranks) -> None:
-    def program() -> list[int]:
-        plain: Any = DataLoader(
-            Range(0, 16), batch_size=2, num_workers=2, worker_init_fn=split_range
-        )
-        return [int(x) for batch in prepare_data_loader(plain) for x in batch]
-
-    dealt = world.run(program)
-    assert all(len(own) == 8 for own in dealt)
-    assert sorted(x for own in dealt for x in own) == list(range(16))
 
 
 @everywhere
@@ -578,16 +549,174 @@ def test_a_sampler_that_shards_is_left_to_do_so(world: Ranks, batch_size: int | 
     assert first[:6] != first[6:]
 
 
-@in_pairs
-def test_another_number_of_ranks_is_refused_in_the_middle_only(world: Ranks) -> None:
-    def program() -> None:
-        loader = prepare_data_loader(feed(range(8)))
-        state = loader.state_dict()
-        loader.load_state_dict({**state, "world_size": 3})
-        with pytest.raises(ValueError, match="3 ranks"):
-            loader.load_state_dict({**state, "batch": 1, "world_size": 3})
+LOADERS: dict[str, Any] = {
+    "dealt": {},
+    "split": {"split_batches": True},
+    "sent": {"dispatch_batches": True},
+    "split and sent": {"split_batches": True, "dispatch_batches": True},
+}
 
-    assert world.run(program) == [None, None]
+
+def loader_of(way: str, length: int = 97, seed: int | None = 5, **options: Any) -> Any:
+    """Return a loader of batches of 2 on each of 4 ranks."""
+    how, size = LOADERS.get(way, {}), 8 if "split" in way else 2
+    if way == "stream":
+        plain: Any = DataLoader(Stream(length), batch_size=size)
+    elif way == "buckets":
+        sizes = [size + i % 3 for i in range(length)]
+        ends = list(itertools.accumulate(sizes))
+        batches: Any = [list(range(e - n, e)) for n, e in zip(sizes, ends, strict=True)]
+        plain = feed(range(ends[-1]), batch_sampler=batches)
+    else:
+        plain = feed(range(length), batch_size=size, shuffle=True)
+    return prepare_data_loader(plain, seed=seed, **how, even_batches=False, **options)
+
+
+ANY = [*LOADERS, "stream", "buckets"]
+
+
+@pytest.mark.parametrize("way", ANY)
+def test_the_rest_of_an_epoch_is_shared_by_any_number_of_ranks(way: str, tmp_path: Path) -> None:
+    """Each sample comes once, and what a world has taken is what came before."""
+
+    def part(ranks: int) -> list[list[int]]:
+        def program() -> list[int]:
+            loader, seen = loader_of(way), list[int]()
+            if ranks != 4:
+                load_state(tmp_path, {"loader": loader}, any_world_size=True)
+            for count, batch in enumerate(loader, 1):
+                seen += batch.tolist()
+                if ranks != 8 and count == 2:
+                    save_state(tmp_path, {"loader": loader})
+                    break
+            return seen
+
+        return run_world(program, ranks)
+
+    seen = [x for ranks in (4, 2, 8) for own in part(ranks) for x in own]
+    total = 97 if way != "buckets" else sum(2 + i % 3 for i in range(97))
+    assert sorted(seen) == list(range(total))
+
+
+def change_to(members: tuple[int | None, ...], furthest: int) -> syncprims.Change:
+    """Return what `reform` would return on this rank."""
+    before = members[syncprims.get_rank()]
+    return syncprims.Change(1, members, (), (), before, furthest, (0,) * len(members))
+
+
+def resharded(way: str, before: int, after: int, keep: Any, *, leave: bool) -> list[list[int]]:
+    """Return what each new rank takes after some rounds in a world of another size.
+
+    The old world ends in the body of a batch, which its ranks have not all reached.
+    """
+    loaders: dict[int, Any] = {}
+    seen: list[int] = []
+
+    def begin() -> None:
+        rank = syncprims.get_rank()
+        loaders[rank] = loader = loader_of(way)
+        batches = iter(loader)
+        for _ in range(3):
+            seen.extend(next(batches).tolist())
+        next(batches)  # its step is not finished
+        if leave:
+            del batches
+        else:
+            loaders[rank] = loader, batches
+
+    run_world(begin, before)
+
+    def go_on() -> list[int]:
+        rank = syncprims.get_rank()
+        members = tuple(r if r < before else None for r in range(after))
+        change = change_to(members, min(1, after - 1))
+        loader: Any = loaders[rank] if rank < before else loader_of(way, seed=7)
+        loader, batches = loader if isinstance(loader, tuple) else (loader, None)
+        loader.reshard(change, keep=keep)
+        batches = iter(loader) if batches is None else batches
+        own = [batch.tolist() for batch in batches]
+        assert loader.state_dict()["epoch"] == 1
+        sizes = {len(batch) for batch in own[:-1]}
+        local = 2 if keep == "local" else 2 * before // after
+        assert way == "buckets" or sizes == {local}
+        return [x for batch in own for x in batch]
+
+    return [seen, *run_world(go_on, after)]
+
+
+@pytest.mark.parametrize("leave", [True, False], ids=["left", "in the loop"])
+@pytest.mark.parametrize("way", ANY)
+def test_a_loader_deals_the_rest_of_its_epoch_to_those_that_are_left(way: str, leave: bool) -> None:
+    for after, keep in ((2, "local"), (8, "local"), (2, "global"), (8, "global"), (1, "global")):
+        if way == "buckets" and keep == "global":
+            with pytest.raises(ValueError, match="mixed sizes cannot be cut for 2 ranks"):
+                resharded(way, 4, 2, keep, leave=leave)
+            continue
+        parts = resharded(way, 4, after, keep, leave=leave)
+        total = 97 if way != "buckets" else sum(2 + i % 3 for i in range(97))
+        assert sorted(x for part in parts for x in part) == list(range(total)), (after, keep)
+
+
+@pytest.mark.parametrize("way", ["dealt", "sent", "stream"])
+@pytest.mark.parametrize("at", [3, 5])
+def test_survivors_deal_the_rest_of_the_epoch(way: str, at: int) -> None:
+    done: dict[int, list[int]] = {}
+
+    def program() -> None:
+        loader = loader_of(way, 40)
+        mine = done.setdefault(syncprims.get_rank(), [])
+        while loader.state_dict()["epoch"] == 0:
+            try:
+                for batch in loader:
+                    syncprims.barrier()  # the step
+                    mine.extend(batch.tolist())
+            except (syncprims.PeerLost, syncprims.PeerFailed):
+                loader.reshard(syncprims.reform())
+
+    run_world(program, 4, faults=[Kill(2, at=at)])
+    seen = [x for rank, own in done.items() for x in own]
+    assert sorted(seen) == list(range(40))
+
+
+def test_the_furthest_rank_says_where_the_rest_begins() -> None:
+    loaders: dict[int, Any] = {}
+
+    def begin() -> None:
+        rank = syncprims.get_rank()
+        loaders[rank] = loader_of("dealt", 16)
+        batches = iter(loaders[rank])
+        for _ in range(1 + rank):
+            next(batches)
+
+    def go_on(epoch: int) -> list[int]:
+        loader = loaders[syncprims.get_rank()]
+        loader.reshard(change_to((0, 1), 1))
+        assert loader.state_dict()["epoch"] == epoch
+        return [x for batch in loader for x in batch.tolist()]
+
+    run_world(begin, 2)
+    rest = run_world(lambda: go_on(0), 2)
+    assert sorted(map(len, rest)) == [6, 6], "one round of both is finished"
+    whole = run_world(lambda: go_on(1), 2)
+    assert sorted(x for own in whole for x in own) == list(range(16)), "nothing was left"
+
+
+def test_what_a_loader_cannot_deal_again_is_refused() -> None:
+    def program() -> None:
+        change = change_to((0, 1, 2), 0)
+        with pytest.raises(RuntimeError, match="use_stateful_dataloader"):
+            prepare_data_loader(feed(range(8), shuffle=True), order="torch").reshard(change)
+        place = {"num_replicas": 3, "rank": syncprims.get_rank()}
+        sampler: Any = DistributedSampler(range(12), seed=3, **place)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        loader = prepare_data_loader(feed(range(12), sampler=sampler))
+        with pytest.raises(ValueError, match="DistributedSampler"):
+            loader.reshard(change)
+        with pytest.raises(ValueError, match="4 items have been taken"):
+            loader.load_state_dict({**loader.state_dict(), "samples": 4})
+        loader.load_state_dict({**loader.state_dict(), "samples": 6})
+        assert len([*loader]) == 2
+
+    run_world(program, 3)
 
 
 @alone
@@ -608,26 +737,6 @@ def test_a_prepared_loader_is_a_loader(world: Ranks) -> None:
         assert list(prepare_data_loader(single)) == [0, 1, 2]
         for kind in (WithArguments, DerivedFromIt):
             assert items(list(prepare_data_loader(kind(4)))) == [[0, 1], [2, 3]]
-
-    assert world.run(program) == [None]
-
-
-@alone
-@pytest.mark.filterwarnings("ignore:.set_vital")  # torchdata calls what torch has deprecated
-def test_torchdata_keeps_the_place_in_a_stream(world: Ranks) -> None:
-    pytest.importorskip("torchdata")
-
-    def program() -> None:
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        def loader() -> Any:
-            return prepare_data_loader(StatefulDataLoader(Stream(9), batch_size=2))
-
-        first = loader()
-        states = [first.state_dict() for _ in first]
-        again = loader()
-        again.load_state_dict(states[1])
-        assert items(list(again)) == [[4, 5], [6, 7], [8]]
 
     assert world.run(program) == [None]
 
@@ -675,8 +784,8 @@ def test_metrics_of_workers_that_end_apart_have_no_padding(world: Ranks) -> None
 @in_pairs
 def test_what_cannot_be_dealt_is_refused(world: Ranks) -> None:
     def program() -> int:
-        with pytest.raises(TypeError, match="this is a list"):
-            prepare_data_loader([1, 2])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        with pytest.raises(TypeError, match="prepare a loader before you skip"):
+            prepare_data_loader(skip_first_batches(feed([1, 2]), 1))
         with pytest.raises(ValueError, match="in_order=False lets 2 workers"):
             prepare_data_loader(DataLoader(Stream(4), num_workers=2, in_order=False))
         one: Any = DataLoader(Stream(4), num_workers=1, in_order=False)
@@ -714,24 +823,6 @@ def test_batches_are_moved_wherever_their_tensors_are() -> None:
     assert [one.device.type for one in moved] == ["meta"] * 6
     assert named["words"].batch_sizes.device.type == "cpu"
     assert (type(edge), kind, type(pair), pair.word) == (Edge, Graph, Pair, "a")
-
-
-@everywhere
-def test_what_is_left_of_a_loader_can_be_prepared(world: Ranks) -> None:
-    def program() -> list[Any]:
-        found: list[Any] = []
-        for data in (list(range(24)), Sized(24)):
-            rest = skip_first_batches(feed(data, batch_size=2), 4)
-            assert len(rest) == 8
-            found.append(items(list(prepare_data_loader(rest))))
-        single = skip_first_batches(feed(list(range(24)), batch_size=None), 16)
-        found.append(list(prepare_data_loader(single)))
-        return found
-
-    for rank, (mapped, streamed, single) in enumerate(world.run(program)):
-        wanted = [[i, i + 1] for i in range(8 + 2 * rank, 24, 2 * world.ranks)]
-        assert mapped == streamed == wanted
-        assert single == list(range(16 + rank, 24, world.ranks))
 
 
 @everywhere

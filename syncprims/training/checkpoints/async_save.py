@@ -31,31 +31,34 @@ from .safetensors_file import in_huge_pages
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .commit import FilePlan, Save
+    from .commit import Save
 
 _KEY = "training.saving"  # of the save in progress, among the world's extras
 _WAIT = "Saving.wait"  # the call under whose name ranks wait for each other
 _GRACE = 60.0  # seconds that a program that has ended waits for the other ranks
 
 
-def start_save(save: Save) -> Saving:
-    """Copy what this rank writes, and return while a thread writes it."""
+def start_save(save: Save, lock: contextlib.ExitStack) -> Saving:
+    """Copy what this rank writes, and return while a thread writes it.
+
+    Then the thread closes `lock`, or after a failure the call that waits for it.
+    """
     extras = current().extras
 
-    def copy() -> list[FilePlan]:
-        if save.team.leads:
+    def copy() -> None:
+        if save.leads:
             filesystem.write_small(save.report_path(0), b"")
         own = save.each_own_file(lambda _, tensors: _copy_to_host(tensors))
-        return [file._replace(tensors=own.get(file.name, {})) for file in save.files]
+        save.files = [file._replace(tensors=own.get(file.name, {})) for file in save.files]
 
     def clean_up() -> None:
-        if save.team.leads and not is_saving(extras):
+        if save.leads and not is_saving(extras):
             save.abandon()
 
     with cleanup_on_error(save.doing, clean_up):
-        copied, _ = coordinate(save.doing, copy, lambda _: None)
-        saving = extras[_KEY] = _BackgroundSaving(save._replace(files=copied))
-        saving.start()
+        coordinate(save.doing, copy)
+        saving = extras[_KEY] = _BackgroundSaving(save)
+        saving.start(lock)
     return saving
 
 
@@ -115,8 +118,9 @@ class _BackgroundSaving(Saving):
             name="syncprims-save",
         )
 
-    def start(self) -> None:
-        """Start to write."""
+    def start(self, lock: contextlib.ExitStack) -> None:
+        """Start to write, and own `lock`."""
+        self._lock = lock.pop_all()
         self.begun = True  # first: a signal handler may raise in `start`, and the thread runs on
         self._thread.start()
 
@@ -135,7 +139,7 @@ class _BackgroundSaving(Saving):
             return  # an earlier call has waited
         del extras[_KEY]
         wait([self._written])
-        with self._group, cleanup_on_error(doing, self._cancel):
+        with self._lock, self._group, cleanup_on_error(doing, self._cancel):
             coordinate(doing, self._written.result, call=_WAIT)
             self._join()
             coordinate(doing, self._committed.result, call=_WAIT)
@@ -170,7 +174,7 @@ class _BackgroundSaving(Saving):
         save = self._save
         if outcome.exception() is not None:
             save.remove_own_files()
-        if not save.team.leads:
+        if not save.leads:
             if outcome.exception() is not None and not _is_awaited(save):
                 return None  # the leading rank has failed, and removed what this one wrote to
             _report(save, message_of(outcome))
@@ -178,7 +182,7 @@ class _BackgroundSaving(Saving):
 
     def _commit(self, outcome: Future[Any]) -> None:
         save = self._save
-        if not save.team.leads:
+        if not save.leads:
             return
         try:
             reports = _collect_reports(save, message_of(outcome), self._cancelled)
@@ -188,6 +192,7 @@ class _BackgroundSaving(Saving):
             save.abandon()
             raise
         save.commit(written)
+        self._lock.close()
 
 
 def _is_awaited(save: Save) -> bool:
@@ -200,7 +205,7 @@ def _report(save: Save, message: dict[str, Any]) -> None:
 
     If that has given up, nothing is left of the save, and the leading rank raises the reason.
     """
-    part, report = (save.report_path(save.team.number, suffix) for suffix in ("-part", ""))
+    part, report = (save.report_path(save.number, suffix) for suffix in ("-part", ""))
     try:
         filesystem.write_small(part, integrity.dump_sealed(message))
         filesystem.rename(part, report)
@@ -223,8 +228,8 @@ def _collect_reports(
 
     :raises CheckpointError: if the save is cancelled, or this program ended long ago.
     """
-    doing, ranks = save.doing, save.team.ranks
-    reports = {save.team.number: own}
+    doing, ranks = save.doing, save.ranks
+    reports = {save.number: own}
     pause, ended = 0.005, 0.0
     while True:
         for index in range(len(ranks)):

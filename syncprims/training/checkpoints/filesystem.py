@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import stat
@@ -281,6 +282,40 @@ def sync_directory(path: str) -> None:
                 raise
         finally:
             os.close(fd)
+
+
+class DirectoryLock:
+    """A lock on a directory: at most one program has it. The kernel releases it when that dies.
+
+    It adds no file. Where the file system has no locks, every program gets it.
+
+    :raises BlockingIOError: if another program has it.
+    :raises FileNotFoundError: if there is no such directory any more.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                LOG.debug("%s cannot be locked: %s", path, error)
+            here, there = os.fstat(self._fd), os.stat(path)  # noqa: PTH116
+            if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
+                raise FileNotFoundError(errno.ENOENT, "replaced by another program", path)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Release the lock. A second call does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # forked processes may have the descriptor, too
+        _close(fd)
 
 
 def rename(source: str, target: str) -> None:

@@ -1,4 +1,4 @@
-"""Batch shards: which batches of a sampler or items of a stream this rank gets.
+"""Which batches of a sampler or items of a stream this rank gets.
 
 Batches are dealt in rounds of one per rank. If the last round is not full and `even` is set, it is
 padded from the beginning of the data: all ranks get equally many batches, all of one size. Without
@@ -8,8 +8,10 @@ A sampler may make batches of mixed sizes, such as length buckets. They keep the
 round is padded with whole batches from the beginning, and a batch that is split for all ranks
 repeats its own items where it must.
 
-A stream that yields different items each time it is read is read by rank 0, which sends the others
-their batches.
+A position in an epoch is the number of items that all ranks have taken together. What follows it
+can be dealt to any number of ranks.
+
+A stream is read by rank 0, which sends the others their batches.
 """
 
 from __future__ import annotations
@@ -19,10 +21,9 @@ from itertools import chain, cycle, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
 
 from syncprims import assert_same, on_main
-from syncprims.training.pytree import as_mapping_type, batch_length, map_tensors
+from syncprims.training.pytree import as_mapping_type, batch_length, map_tensors, tensors_of
 
 from .sampling import SEEDED, draw, has_type
 
@@ -36,31 +37,43 @@ class ShardPlan(NamedTuple):
     ranks: int
     even: bool = True
     split: bool = False  #: each batch is cut into one part per rank
-    drop_last: bool = False  #: of a stream: a last round that is not full is left out
+    drop_last: bool = False  #: a last round that is not full is left out
     dispatch: bool = False  #: rank 0 reads for all
+    size: int | None = None  #: the batches are cut anew to this size before they are dealt
 
+    def share_of(self, batches: int, size: int | None = None, items: int | None = None) -> int:
+        """Return how many of so many batches this rank gets.
 
-def share_of(batches: int, plan: ShardPlan) -> int:
-    """Return how many of so many batches this rank gets."""
-    full, rest = divmod(batches, plan.ranks)
-    if plan.drop_last or not rest:
-        return full
-    return full + (1 if plan.even else plan.rank < rest)
+        `size` is that of each batch but the last, and `items` that of all together, if known.
+        """
+        if items is not None and self.size is not None:
+            size = self.size
+            batches = items // size if self.drop_last else -(-items // size)
+        if self.split:
+            if self.even or not batches or size is None or items is None:
+                return batches
+            begin, last = self.rank * -(-size // self.ranks), items - (batches - 1) * size
+            return (batches - 1) * (begin < size) + (begin < last)
+        full, rest = divmod(batches, self.ranks)
+        if self.drop_last or not rest:
+            return full
+        return full + (1 if self.even else self.rank < rest)
 
 
 class Draw:
     """One iteration of a batch shard: what is known of its batches, by number."""
 
     def __init__(self) -> None:
-        #: items that are not padding, of a round that is not full
-        self.real: dict[int, int] = {}
+        #: how many items of a round are no padding, if there is any, and the position after it
+        self.rounds: dict[int, tuple[int | None, int]] = {}
         self.count: int | None = None  #: of all batches, once the last one is drawn
 
 
 class BatchShard:
     """This rank's batches of a batch sampler: lists of indices, or single indices.
 
-    An iteration leaves the first `skip` batches out, in the order of `seed` and `epoch`.
+    An iteration begins after the first `start` items of all ranks, and leaves `skip` rounds out, in
+    the order of `seed` and `epoch`.
 
     :raises ValueError: with `split`, if a batch cannot be cut into equal parts.
     """
@@ -71,7 +84,7 @@ class BatchShard:
         self.plan = plan
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self.drop_last = bool(getattr(batches, "drop_last", False))
-        self.skip = self.seed = self.epoch = 0
+        self.start = self.skip = self.seed = self.epoch = 0
         self.checked = False  #: the first batches are compared on all ranks
         self.seeded = True  #: the order follows from seed and epoch, else from torch's generators
         self.latest = Draw()  #: of the iteration that began last
@@ -98,35 +111,32 @@ class BatchShard:
         return self.plan.split
 
     def __len__(self) -> int:
-        total = len(self.batch_sampler)
-        if self.plan.split:
-            return self._split_length(total)
-        return share_of(total, self.plan._replace(drop_last=self.drop_last))
+        return self.share_of(self.plan._replace(drop_last=self.drop_last))
 
-    def _split_length(self, total: int) -> int:
-        if self.plan.even or self.drop_last or not total:
-            return total
-        items = self.sampler
-        if items is None or self.batch_size is None:
-            return total
-        last = len(items) - (total - 1) * self.batch_size  # the items of the last batch
-        return total if last > self.plan.rank * self.batch_size // self.plan.ranks else total - 1
+    def share_of(self, plan: ShardPlan) -> int:
+        """Return how many batches a rank gets in an epoch."""
+        batches, size, items = len(self.batch_sampler), self.batch_size, None
+        if size is not None and self.sampler is not None:
+            items = batches * size if self.drop_last else len(self.sampler)
+        return plan.share_of(batches, size, items)
 
     def __iter__(self) -> Iterator[Any]:
         self.latest = drawn = Draw()
-        dealt = self._dealt(drawn.real)
+        dealt = self._dealt(drawn)
         if self.seeded:
             dealt = draw(dealt, self.batches, self.seed, self.epoch)
         return islice(_counted(dealt, drawn), self.skip, None)
 
-    def _dealt(self, real: dict[int, int]) -> Iterator[Any]:
+    def _dealt(self, drawn: Draw) -> Iterator[Any]:
         plan, size = self.plan._replace(drop_last=self.drop_last), self.batch_size
-        rounds = deal(self._checked(), plan, _OF_INDICES, size, mixed=size is None)
-        for number, (parts, count, _) in enumerate(rounds):
+        own = 0
+        for parts, real, end, _ in deal(
+            self._checked(), plan, _OF_INDICES, size, mixed=size is None, start=self.start
+        ):
             if plan.rank < len(parts):
                 self.single = not _is_batch(parts[plan.rank])
-                if count is not None:
-                    real[number] = count
+                drawn.rounds[own] = real, end
+                own += 1
                 yield parts[plan.rank]
 
     def _checked(self) -> Iterator[Any]:
@@ -167,104 +177,48 @@ def _batch_to_split(batch: Any) -> Any:
     return batch
 
 
-class Counted(NamedTuple):
-    """An item or a batch of a sharded stream, made where it is read: here or in a worker."""
-
-    value: Any
-    real: int | None  #: items of its round that are not padding, if the round has any padding
-
-
-class CountingCollate:
-    """Collates counted items to a counted batch."""
-
-    def __init__(self, collate: Any) -> None:
-        self.collate = collate
-
-    def __call__(self, items: Any) -> Counted:
-        """Return the batch of `items`; of a single item, if the loader makes no batches."""
-        if isinstance(items, Counted):
-            return Counted(self.collate(items.value), items.real)
-        return Counted(self.collate([item.value for item in items]), items[-1].real)
-
-
-class WorkerInit:
-    """The initialization of a worker that reads a sharded stream.
-
-    The user's own function, and the dataset itself, find the dataset in ``get_worker_info()``, and
-    not the shard: many datasets are split among workers by changing it there.
-    """
-
-    def __init__(self, init: Callable[[int], object] | None) -> None:
-        self.init = init
-
-    def __call__(self, worker: int) -> None:
-        """Put the dataset in its place, and call the user's function."""
-        info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # its own is refused later on
-        if self.init is not None:
-            self.init(worker)
-
-
-class StreamShard(IterableDataset[Any]):
-    """This rank's items of an iterable dataset, dealt like batches of `size`.
-
-    Every rank reads the whole stream. A worker process reads what the dataset yields in a worker,
-    so a stream with several workers must split itself among them, as always in torch.
-    """
-
-    def __init__(self, dataset: Any, plan: ShardPlan, size: int) -> None:
-        self.dataset = dataset
-        self.plan = plan
-        self.size = size  #: of this rank's batches
-        if hasattr(dataset, "state_dict"):  # its position, which is exact at the end of a batch
-            self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
-
-    def __len__(self) -> int:
-        """Return how many items this rank gets, in whole batches, if the dataset has a length."""
-        whole, rest = divmod(len(self.dataset), self.size)
-        return self.size * share_of(whole + (rest > 0 and not self.plan.drop_last), self.plan)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch to the dataset, if it takes it."""
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Counted]:
-        rank, stream = self.plan.rank, iter(self.dataset)
-        batches = iter(lambda: list(islice(stream, self.size)), [])
-        if self.plan.drop_last:
-            batches = filter(lambda batch: len(batch) == self.size, batches)
-        for parts, real, _ in deal(
-            batches, self.plan._replace(split=False), _OF_INDICES, self.size
-        ):
-            for item in parts[rank] if rank < len(parts) else ():
-                yield Counted(item, real)
-
-
 # -- read by rank 0 for all ----------------------------------------------------------------------
 
 
-def dispatch(begin: Callable[[], Iterator[Any]], plan: ShardPlan, done: int) -> Iterator[Any]:
+def dispatch(
+    begin: Callable[[], Iterator[Any]],
+    plan: ShardPlan,
+    size: int | None,
+    *,
+    single: bool = False,
+    start: int = 0,
+    skip: int = 0,
+) -> Iterator[tuple[Any, int | None, int]]:
     """Yield this rank's batches of those that `begin` yields on rank 0. Collective each time.
 
-    The first `done` batches are left out. Rank 0 reads them all the same: they may pad the last.
+    With each comes how many items of its round are no padding, if there is any, and the position
+    after it. The first `start` items and `skip` rounds are left out. Rank 0 reads them all the
+    same: they may pad the last round. A batch may be a `single` item.
 
     :raises PeerFailed: on the others, if reading fails on rank 0.
     """
+    if plan.ranks == 1:
+        plan = plan._replace(split=False)
 
-    def batches() -> Iterator[Any]:
-        for batch in begin():
-            yield batch.value if isinstance(batch, Counted) else batch
+    def rounds() -> Iterator[Round]:
+        batches = begin()
+        first = list(islice(batches, 1))
+        whole = single or not any(tensor.ndim for batch in first for tensor in tensors_of(batch))
+        kind = _OF_SINGLES if whole and not plan.split else _OF_TENSORS
+        dealt = deal(chain(first, batches), plan, kind, size, mixed=whole, start=start)
+        return islice(dealt, skip, None)
 
-    dealt = islice(deal(batches(), plan, _OF_TENSORS), done, None)
+    left: Iterator[Round] | None = None
 
     @on_main(share=True)
     def read() -> Round | None:
-        return next(dealt, None)
+        nonlocal left
+        left = rounds() if left is None else left
+        return next(left, None)
 
     while (found := read()) is not None:
         if plan.rank < len(found.parts):
-            yield Counted(found.parts[plan.rank], found.real)
+            yield found.parts[plan.rank], found.real, found.end
         if found.is_last:
             return  # a rank that got no batch does not call again, so the others must not
 
@@ -277,6 +231,7 @@ class Round(NamedTuple):
 
     parts: list[Any]  #: by rank; there may be fewer than ranks
     real: int | None  #: items that are not padding, if there is any padding
+    end: int  #: the position after it
     is_last: bool = False  #: it is known that no other follows
 
 
@@ -290,40 +245,70 @@ class Kind(NamedTuple):
 
 def deal(
     batches: Iterator[Any], plan: ShardPlan, kind: Kind, size: int | None = None, *,
-    mixed: bool = False,
+    mixed: bool = False, start: int = 0,
 ) -> Iterator[Round]:  # fmt: skip
-    """Yield the batches, one per rank. Each has `size` items, by default those of the first one.
+    """Yield the batches after the first `start` items, one per rank.
 
-    Batches are of `mixed` sizes once one that is not the last has another size.
+    Each has `size` items, by default those of the first one. Batches are of `mixed` sizes once one
+    that is not the last has another size.
     """
     ranks, at_once = plan.ranks, 1 if plan.split else plan.ranks
     even = plan.even and ranks > 1
-    first: list[Any] = []  # the first batches, which pad the last ones
+    first = list(islice(batches, at_once))  # they pad the last ones
+    batches = chain(first, batches)
+    size = size or (kind.length(first[0]) if first else 1)
+    end, recut = 0, plan.size is not None
+    while end < start and (held := [*islice(batches, 1)]):
+        length = kind.length(held[0])
+        end += length
+        if end > start:  # it was dealt in other sizes
+            batches = chain([kind.cut(held[0], length - (end - start), length)], batches)
+            end, recut = start, recut or not mixed
+        else:
+            mixed |= length != size and not recut
+    if recut:
+        size = plan.size or size
+        batches = _recut(batches, kind, size, plan.drop_last)
     ahead: list[Any] = []  # read to see whether there are more
     while held := [*ahead, *islice(batches, at_once - len(ahead))]:
         sizes = [kind.length(batch) for batch in held]
-        first = first or held
-        size = size or sizes[0]
         *others, last = sizes
         is_odd = last != size or len(held) < at_once
         ahead = list(islice(batches, 1)) if is_odd else []  # otherwise do not wait for it
         is_last = is_odd and not ahead
         mixed |= any(other != size for other in others)
         mixed |= last > size or (last < size and not is_last)
+        count = sum(sizes)
+        end += count
         if plan.split:
             usual, more = (last, held) if mixed else (size, first)
-            yield _cut(kind, held, last, -(-usual // ranks), more if even else [], ranks, is_last)
+            parts, real = _cut(kind, held, last, -(-usual // ranks), more if even else [], ranks)
         elif len(held) == ranks and (mixed or last == size):
-            yield Round(held, None, is_last)
+            parts, real = held, None
         elif plan.drop_last and len(held) < ranks:
             return
         elif not mixed:
-            yield _cut(kind, held, sum(sizes), size, first if even else [], ranks, is_last)
+            parts, real = _cut(kind, held, count, size, first if even else [], ranks)
         elif not even:
-            yield Round(held, None, is_last)
+            parts, real = held, None
         else:
-            padded = [*held, *islice(cycle(first), ranks - len(held))]
-            yield Round(padded, sum(sizes), is_last)
+            parts, real = [*held, *islice(cycle(first), ranks - len(held))], count
+        yield Round(parts, real, end, is_last)
+
+
+def _recut(batches: Iterator[Any], kind: Kind, size: int, drop_last: bool) -> Iterator[Any]:
+    """Yield batches of `size` items, and a smaller last one unless that is dropped."""
+    held: list[Any] = []
+    count = 0
+    for batch in batches:
+        held.append(batch)
+        count += kind.length(batch)
+        while count >= size:
+            whole = kind.join(held)
+            yield kind.cut(whole, 0, size)
+            held, count = [kind.cut(whole, size, count)], count - size
+    if count and not drop_last:
+        yield kind.join(held)
 
 
 def _cut(
@@ -333,9 +318,8 @@ def _cut(
     part: int,
     more: list[Any],
     ranks: int,
-    is_last: bool,
-) -> Round:
-    """Return parts of `part` items of `count`; the items of `more` pad the last parts."""
+) -> tuple[list[Any], int | None]:
+    """Return parts of `part` items of `count`, and `count` if the items of `more` pad the last."""
     part = max(1, part)
     full, real, whole = part * ranks, None, kind.join(batches)
     if more and 0 < count < full:
@@ -344,9 +328,7 @@ def _cut(
             added = kind.cut(padding, 0, full - count)
             count += kind.length(added)
             whole = kind.join([whole, added])
-    return Round(
-        [kind.cut(whole, i, min(i + part, count)) for i in range(0, count, part)], real, is_last
-    )
+    return [kind.cut(whole, i, min(i + part, count)) for i in range(0, count, part)], real
 
 
 def _slice(batch: Any, start: int, stop: int) -> Any:
@@ -392,3 +374,4 @@ _OF_INDICES = Kind(
     lambda batches: [index for batch in batches for index in batch],
 )
 _OF_TENSORS = Kind(batch_length, _slice, _join)
+_OF_SINGLES = Kind(lambda _: 1, _slice, _join)  # never cut, and never joined

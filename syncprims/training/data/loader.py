@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch.utils import data
@@ -17,28 +17,19 @@ from syncprims import broadcast, get_rank, get_world_size
 from syncprims.training.pytree import to_device
 from syncprims.training.rng import epoch_generator
 
-from .batch_shards import (
-    BatchShard,
-    Counted,
-    CountingCollate,
-    ShardPlan,
-    StreamShard,
-    WorkerInit,
-    dispatch,
-    share_of,
-)
+from .batch_shards import BatchShard, ShardPlan, dispatch
 from .sampling import (
     EpochSetter,
     SeedableRandomSampler,
-    Skipped,
-    SkippedItems,
     copy_sampler,
-    inner_sampler,
     is_sharded,
     samplers,
     seed_generators,
     with_inner,
 )
+
+if TYPE_CHECKING:
+    from syncprims import Change
 
 T = TypeVar("T")
 _END: Any = object()  # never a batch
@@ -54,6 +45,7 @@ class Cursor:
         self.beside: tuple[Cursor, ...] = ()  #: others that alternate with it, as in ``zip``
         self.real: int | None = None  #: items of all ranks' latest batches that are not padding
         self.single = False  #: each of these is one item, whatever that holds
+        self.resharded = False  #: what is left of the epoch is to be dealt again
 
     @property
     def loader(self) -> object:
@@ -107,8 +99,8 @@ class OpenLoaders:
 class PreparedLoader(DataLoader[T]):
     """A loader of this rank's batches.
 
-    Each iteration is an epoch of its own. The sampler shows which batch is the last one; a stream
-    is read one batch ahead to know it.
+    Each iteration is an epoch of its own. The sampler shows which batch is the last one; where rank
+    0 reads for all, it reads one batch ahead to know it.
     Everything else (`dataset`, `batch_size`, `num_workers`) is that of :attr:`loader`.
     """
 
@@ -134,13 +126,13 @@ class PreparedLoader(DataLoader[T]):
         self._non_blocking = non_blocking
         self._generator = generator  # of torch's own order, which all ranks take from rank 0
         self._skip_finished = skip_finished
-        inner: tuple[Any, ...] = (loader.batch_sampler, loader.sampler)
-        self._shard = next((one for one in inner if isinstance(one, BatchShard)), None)
-        given: Any = inner[1] if inner[0] is None else inner[0]
-        given = given if self._shard is None else self._shard.batch_sampler
-        self._epochs = EpochSetter(given)
+        shard: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._shard: BatchShard | None = shard if isinstance(shard, BatchShard) else None
+        self._shards_itself = False  # each rank's sampler has a share of the data only
         if self._shard is not None:
-            self._shard.seeded, self._shard.checked = seed is not None, True
+            self._shards_itself = is_sharded(shard.batch_sampler)
+            self._epochs = EpochSetter(shard.batch_sampler)
+            shard.seeded, shard.checked = seed is not None, True
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet: the object is being copied
@@ -148,26 +140,30 @@ class PreparedLoader(DataLoader[T]):
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        count = len(self.loader)
-        plan = self._plan
-        if plan.dispatch and not plan.split:
-            count = share_of(count, plan)
+        loader, plan, shard = self.loader, self._plan, self._shard
+        if shard is None:
+            count = plan.share_of(len(loader), loader.batch_size or 1, self.total_dataset_length)
+        else:
+            count = shard.share_of(plan) if plan.dispatch else len(shard)
         return max(0, count - self._skip)
+
+    @property
+    def _size(self) -> int | None:
+        """The items in a batch before it is dealt, if they are as many in each."""
+        shard = self._shard
+        return self._plan.size or (self.loader if shard is None else shard).batch_size
 
     @property
     def total_batch_size(self) -> int | None:
         """The items in one batch of each rank together, if known."""
-        shard = self._shard
-        size = shard.batch_size if shard is not None else self.loader.batch_size
-        if size is None:
-            return None
-        return size if shard is not None and self._plan.split else size * self._plan.ranks
+        size, plan = self._size, self._plan
+        return size if size is None or plan.split else size * plan.ranks
 
     @property
     def total_dataset_length(self) -> int:
         """The number of items of the whole dataset, for all ranks."""
         dataset: Any = self.loader.dataset
-        return len(dataset.dataset if isinstance(dataset, StreamShard) else dataset)
+        return len(dataset)
 
     @property
     def even_batches(self) -> bool:
@@ -176,52 +172,91 @@ class PreparedLoader(DataLoader[T]):
 
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
-        self._plan = self._plan._replace(even=even)
-        shard: Any = self.loader.dataset if self._shard is None else self._shard
-        if isinstance(shard, BatchShard | StreamShard):
-            shard.plan = shard.plan._replace(even=even)
+        self._change_plan(even=even)
+
+    def _change_plan(self, **changes: Any) -> None:
+        self._plan = self._plan._replace(**changes)
+        if self._shard is not None and not (self._plan.dispatch or self._shards_itself):
+            self._shard.plan = self._plan
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`."""
         self._progress.move(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the order: seed, epoch, and the epoch's batches yielded so far.
+        """Return the position in the order: seed, epoch, and items that all ranks have taken.
 
         :raises RuntimeError: if the order does not follow from a seed.
         """
         progress = self._progress
-        if progress.seed is None:
+        state = {"seed": self._known_seed(), "epoch": progress.epoch, "samples": progress.samples}
+        return {**state, "at_end": True} if progress.at_end else state
+
+    def _known_seed(self) -> int:
+        if self._progress.seed is None:
             raise RuntimeError(
                 "this loader has the order of torch's own generators, which no state of it holds; "
                 "prepare it with use_stateful_dataloader=True, and its order can be resumed"
             )
-        state = {"seed": progress.seed, "epoch": progress.epoch, "batch": progress.batch}
-        stream = {} if progress.stream is None else {"stream": progress.stream}
-        last = {"at_end": True} if progress.at_end else {}
-        return {**state, "world_size": self._plan.ranks, **stream, **last}
+        return self._progress.seed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue in the next iteration where `state` was taken, with the very next batch.
 
-        If it was taken in the body of an epoch's last batch, the next iteration is empty, and the
+        There may be more or fewer ranks than then: they share what is left of the epoch. If the
+        state was taken in the body of an epoch's last batch, the next iteration is empty, and the
         loop goes on with what follows an epoch. A loop over epochs that begins at
         ``state_dict()["epoch"]`` is right in every case.
 
-        :raises ValueError: in the middle of an epoch, if the world had another size.
+        :raises ValueError: if a sampler that shards by itself cannot begin there.
         """
-        if state["batch"] and state["world_size"] != self._plan.ranks:
+        samples = state["samples"]
+        if self._shards_itself and samples % get_world_size():
             raise ValueError(
-                f"the order was saved in the middle of an epoch on {state['world_size']} ranks, "
-                f"and there are {self._plan.ranks}: a rank's next batch is another one; resume "
-                f"with as many ranks, or from the end of an epoch"
+                f"{samples} items have been taken of the epoch, and a DistributedSampler of "
+                f"{get_world_size()} ranks cannot begin there; let the loader shard the data"
             )
         progress = self._progress
         progress.seed = state["seed"]
-        progress.move(state["epoch"], state["batch"])
-        progress.stream, progress.at_end = state.get("stream"), state.get("at_end", False)
-        if self._skip_finished and state.get("at_end"):
+        progress.move(state["epoch"], samples)
+        progress.at_end = state.get("at_end", False)
+        if self._skip_finished and progress.at_end:
             self.set_epoch(progress.epoch + 1)
+
+    def reshard(self, change: Change, *, keep: Literal["local", "global"] = "local") -> None:
+        """Deal the rest of the epoch to the ranks that there are after a change. Collective.
+
+        `change` is what :func:`syncprims.reform` has returned. All ranks take the position of the
+        rank that is furthest. The batch that the body of a loop has not finished is dealt again. A
+        loop that runs goes on with its new batches, and so does the next one after a loop that was
+        left in the middle. `keep` says which size of a batch stays: that of each rank, or that of
+        all ranks together.
+
+        :raises RuntimeError: if the order does not follow from a seed.
+        :raises ValueError: if the batches cannot be cut to the new size, or the sampler shards by
+            itself.
+        """
+        progress, old = self._progress, self._plan
+        position = progress.unfinished or (progress.epoch, progress.resume)
+        own = self._known_seed(), *position, old.ranks, self._size, old.size
+        seed, epoch, samples, before, size, cut = broadcast(own, change.furthest, name="reshard")
+        rank, ranks = get_rank(), get_world_size()
+        if self._shards_itself:
+            raise ValueError("a DistributedSampler is for one number of ranks; leave it out")
+        if before != ranks and (keep == "global") != old.split:
+            whole = (size or 0) * (ranks if old.split else before)
+            cut, rest = divmod(whole, before if old.split else ranks)
+            if rest or not cut:
+                raise ValueError(
+                    f"reshard(keep={keep!r}): batches of {size or 'mixed sizes'} cannot be cut for "
+                    f"{ranks} ranks instead of {before}; keep the other size"
+                )
+        self._change_plan(rank=rank, ranks=ranks, size=cut)
+        running = progress.current
+        progress.seed = seed
+        progress.move(epoch, samples)
+        if running is not None:
+            running.resharded, progress.current = True, running
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
         batches = self._iterate()
@@ -234,65 +269,74 @@ class PreparedLoader(DataLoader[T]):
     def _iterate(self) -> Iterator[Any]:
         """Yield the batches of an epoch; first None, if the epoch is resumed."""
         progress = self._progress
-        epoch, done = progress.epoch, max(self._skip, progress.resume)
-        resumed = progress.resume > 0
-        progress.batch, progress.resume, progress.at_end = done, 0, False
+        epoch, resumed = progress.epoch, progress.resume > 0
         progress.current = cursor = Cursor(self)
         finished = False
         self._loaders.enter(cursor)
         try:
+            start = progress.begin()
             if resumed:
                 yield None
-            dispatched = self._plan.dispatch
-            if dispatched:
-                batches = dispatch(lambda: self._begin(epoch, 0), self._plan, done)
-            else:
-                batches = self._begin(epoch, done)
-            device = self.device
-            if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
-                device = None  # batches cannot be anywhere else
-            shard = self._shard
-            drawn = None if shard is None or dispatched else shard.latest
-            streamed = isinstance(self.loader.dataset, IterableDataset)
-            stateful = streamed and not dispatched and hasattr(self.loader, "state_dict")
-            after = next(batches, _END)
-            while (batch := after) is not _END:
-                # torchdata's state of a stream, before the batch ahead is read
-                stream = self.loader.state_dict() if stateful else None  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue]
-                if drawn is None:
-                    after = next(batches, _END)
-                    cursor.at_end = after is _END
-                else:
-                    # The next batch is read after the body of this one: reading may draw from the
-                    # generators that the body draws from, and a state is saved in the body.
-                    cursor.at_end = done + 1 == drawn.count
-                    cursor.real = drawn.real.get(done)
-                done += 1
-                if progress.current is cursor:
-                    progress.batch, progress.stream = done, stream
-                    progress.at_end = cursor.at_end
-                unbatched = self.loader.batch_sampler is None and not dispatched
-                cursor.single = unbatched if shard is None else shard.single and not dispatched
-                if isinstance(batch, Counted):
-                    batch, cursor.real = batch
-                self._loaders.advance(cursor)
-                if device is not None:
-                    batch = to_device(batch, device, non_blocking=self._non_blocking)
-                yield batch
-                if drawn is not None:
-                    after = next(batches, _END)
+            yield from self._batches(cursor, epoch, start)
+            while cursor.resharded and progress.current is cursor and progress.epoch == epoch:
+                cursor.resharded = False
+                yield from self._batches(cursor, epoch, progress.begin())
             finished = True
         finally:
             self._loaders.leave(cursor)
             # Where the order is torch's own, an epoch that was left has not been one, as there.
             ended = finished or progress.seed is not None
-            if ended and progress.current is cursor:
+            if ended and progress.current is cursor and not cursor.resharded:
+                left = None if finished else progress.unfinished
                 progress.move(epoch + 1, 0)
+                progress.unfinished = left
 
-    def _begin(self, epoch: int, done: int) -> Iterator[Any]:
-        """Return the batches of `epoch` after the first `done`, which are not read if possible."""
-        progress, loader = self._progress, self.loader
-        seed = progress.seed
+    def _batches(self, cursor: Cursor, epoch: int, start: int) -> Iterator[Any]:
+        """Yield the batches of an epoch after its first `start` items, until a reshard."""
+        progress, plan, shard, device = self._progress, self._plan, self._shard, self.device
+        skip, drawn = 0 if start else self._skip, None
+        each = plan.ranks if self._shards_itself else 1  # ranks for which the sampler counts
+        single = self.loader.batch_sampler is None
+        if plan.dispatch:
+            size = (self.loader if shard is None else shard).batch_size
+            batches: Iterator[Any] = dispatch(
+                lambda: self._begin(epoch), plan, size, single=single, start=start, skip=skip
+            )
+        else:
+            batches = self._begin(epoch, start // each, skip)
+            drawn = None if shard is None else shard.latest
+        if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
+            device = None  # batches cannot be anywhere else
+        if progress.current is cursor:
+            progress.unfinished = epoch, start
+        after = next(batches, _END)
+        while (batch := after) is not _END:
+            if shard is None or drawn is None:
+                after = next(batches, _END)
+                batch, cursor.real, end = batch
+                cursor.at_end, cursor.single = after is _END, single and not plan.split
+            else:
+                # The next batch is read after the body of this one: reading may draw from the
+                # generators that the body draws from, and a state is saved in the body.
+                cursor.real, end = drawn.rounds.pop(skip)
+                skip += 1
+                cursor.at_end, cursor.single = skip == drawn.count, shard.single
+            if progress.current is cursor:
+                progress.samples, progress.at_end = end * each, cursor.at_end
+            self._loaders.advance(cursor)
+            if device is not None:
+                batch = to_device(batch, device, non_blocking=self._non_blocking)
+            yield batch
+            if cursor.resharded:
+                return
+            if progress.current is cursor:
+                progress.unfinished = epoch, progress.samples
+            if drawn is not None:
+                after = next(batches, _END)
+
+    def _begin(self, epoch: int, start: int = 0, skip: int = 0) -> Iterator[Any]:
+        """Return the batches of `epoch`; those that are left out are not read if possible."""
+        seed, loader, shard = self._progress.seed, self.loader, self._shard
         if seed is not None:
             loader.generator = epoch_generator(seed, epoch)  # torch's own stays as it is
         elif self._generator is not None:
@@ -300,21 +344,13 @@ class PreparedLoader(DataLoader[T]):
         dataset: Any = loader.dataset
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(epoch)
-        sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        if isinstance(sampler, BatchShard):
-            sampler.skip, sampler.epoch = done, epoch
-            self._epochs.set(sampler.batch_sampler, epoch)
+        if shard is not None:
+            shard.start, shard.skip, shard.epoch = start, skip, epoch
+            self._epochs.set(shard.batch_sampler, epoch)
             if seed is not None:
-                sampler.seed, sampler.batches = seed, copy_sampler(sampler.batch_sampler)
-                seed_generators(sampler.batches, seed, epoch)
-            return iter(loader)
-        if isinstance(dataset, IterableDataset) and progress.stream is not None and done:
-            loader.load_state_dict(progress.stream)  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue]
-            return iter(loader)
-        self._epochs.set(sampler, epoch)
-        if seed is not None:
-            seed_generators(sampler, seed, epoch)
-        return islice(iter(loader), done, None)
+                shard.seed, shard.batches = seed, copy_sampler(shard.batch_sampler)
+                seed_generators(shard.batches, seed, epoch)
+        return iter(loader)
 
 
 @dataclass
@@ -323,16 +359,22 @@ class _Progress:
 
     seed: int | None  #: None: the order is that of torch's own generators
     epoch: int = 0
-    batch: int = 0  #: yielded in this epoch
+    samples: int = 0  #: taken by all ranks together in this epoch
     at_end: bool = False  #: the latest batch is the epoch's last
-    resume: int = 0  #: batches that the next iteration leaves out
-    stream: dict[str, Any] | None = None  #: for streams, the state of torchdata's loader
+    resume: int = 0  #: samples that the next iteration leaves out
+    #: epoch and samples before the batch that a loop is working on, or was when it was left
+    unfinished: tuple[int, int] | None = None
     current: Cursor | None = None  #: the iteration whose end ends the epoch
 
-    def move(self, epoch: int, batch: int) -> None:
+    def move(self, epoch: int, samples: int) -> None:
         """Set where the next iteration begins. The end of a running one then changes nothing."""
-        self.epoch, self.batch, self.resume, self.current = epoch, batch, batch, None
-        self.at_end, self.stream = False, None
+        self.epoch, self.samples, self.resume, self.at_end = epoch, samples, samples, False
+        self.unfinished = self.current = None
+
+    def begin(self) -> int:
+        """Return the samples that an iteration leaves out, when it begins."""
+        self.samples, self.resume, self.at_end = self.resume, 0, False
+        return self.samples
 
 
 def prepare_data_loader(
@@ -355,8 +397,8 @@ def prepare_data_loader(
     With `split_batches` each batch is cut into one part per rank instead: the batch size is that of
     all ranks together. Shuffling follows from `seed` and the epoch, the same on all ranks; without
     a seed, rank 0's generator gives one. A sampler that shards by itself is used as it is. With
-    `dispatch_batches` rank 0 reads and sends the others their batches: for streams that yield
-    different items each time they are read. None is True for streams, and False for other data.
+    `dispatch_batches` rank 0 reads and sends the others their batches. A stream is read so in
+    every case.
 
     :raises ValueError: if batches cannot be cut as asked; if rank 0 is to read from a sampler that
         shards by itself; if workers yield batches in any order (``in_order=False``).
@@ -365,13 +407,10 @@ def prepare_data_loader(
     if isinstance(loader, PreparedLoader):
         return loader
     ranks = get_world_size()
-    if dispatch_batches is None:
-        dispatch_batches = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    _check(loader, dispatched=dispatch_batches and ranks > 1)
-    plan = ShardPlan(
-        get_rank(), ranks, even_batches, split_batches, loader.drop_last,
-        dispatch=dispatch_batches and ranks > 1,
-    )  # fmt: skip
+    dispatched = dispatch_batches or isinstance(getattr(loader, "dataset", None), IterableDataset)
+    _check(loader, dispatched=dispatched and ranks > 1)
+    drop_last = loader.drop_last
+    plan = ShardPlan(get_rank(), ranks, even_batches, split_batches, drop_last, dispatched)
     generator = None
     if order == "torch":
         mine = _rebuild(loader, plan)
@@ -399,7 +438,8 @@ def _check(loader: Any, *, dispatched: bool) -> None:
     """Raise an error if no rank could know its batches of `loader`."""
     if not isinstance(loader, DataLoader):
         raise TypeError(
-            f"prepare_data_loader() takes a torch DataLoader, and this is a {type(loader).__name__}"
+            f"prepare_data_loader() takes a torch DataLoader, and this is a "
+            f"{type(loader).__name__}; prepare a loader before you skip batches of it"
         )
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         raise ValueError(
@@ -430,43 +470,28 @@ def _common_generator(loader: DataLoader[Any]) -> torch.Generator | None:
     return None
 
 
-def _options(loader: DataLoader[T]) -> tuple[Callable[..., DataLoader[T]], dict[str, Any]]:
-    """Return the class and the options for a loader like `loader` with other data."""
-    names = _KEPT + (_KEPT_WITH_WORKERS if loader.num_workers else ())
-    options: dict[str, Any] = {n: getattr(loader, n) for n in names if hasattr(loader, n)}
-    kind: Callable[..., DataLoader[T]] = type(loader)
-    if type(loader).__init__ is not DataLoader.__init__ and not hasattr(loader, "state_dict"):
-        kind = DataLoader  # a subclass may have a constructor with other arguments
-    return kind, options
-
-
 def _rebuild(loader: DataLoader[T], plan: ShardPlan, seed: int | None = None) -> DataLoader[T]:
     """Return a loader with the options of `loader` that reads this rank's batches.
 
     With `seed` a random sampler gets torch's order for that seed.
     """
-    undealt = ShardPlan(0, 1, plan.even, drop_last=plan.drop_last)
-    plan = undealt if plan.dispatch else plan
-    kind, options = _options(loader)
     if isinstance(loader.dataset, IterableDataset):
-        size = loader.batch_size or 1
-        if plan.split and size % plan.ranks:
-            raise ValueError(f"split_batches: {size} items cannot be cut for {plan.ranks} ranks")
-        size = size // plan.ranks if plan.split else size
-        options["collate_fn"] = CountingCollate(loader.collate_fn)
-        options["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
-        options["batch_size"] = None if loader.batch_size is None else size
-        return kind(StreamShard(loader.dataset, plan, size), **options)
+        return copy.copy(loader)
+    names = _KEPT + (_KEPT_WITH_WORKERS if loader.num_workers else ())
+    options: dict[str, Any] = {n: getattr(loader, n) for n in names if hasattr(loader, n)}
+    kind: Callable[..., DataLoader[T]] = type(loader)
+    if type(loader).__init__ is not DataLoader.__init__:
+        kind = DataLoader  # a subclass may have a constructor with other arguments
     batched = loader.batch_sampler is not None
     sampler: Any = loader.batch_sampler if batched else loader.sampler
     if seed is not None:
         sampler = _make_seedable(sampler, seed)
-    sharded = is_sharded(sampler)
+    if plan.dispatch or is_sharded(sampler):
+        plan = ShardPlan(0, 1, plan.even)
+    shard = BatchShard(sampler, plan)
     if batched:
-        shard = BatchShard(sampler, undealt if sharded else plan)
         return kind(loader.dataset, batch_sampler=shard, **options)
-    sampler = sampler if sharded else BatchShard(sampler, plan)
-    return kind(loader.dataset, batch_size=None, sampler=sampler, **options)
+    return kind(loader.dataset, batch_size=None, sampler=shard, **options)
 
 
 def _make_seedable(sampler: Any, seed: int) -> Any:
@@ -476,7 +501,7 @@ def _make_seedable(sampler: Any, seed: int) -> Any:
         return SeedableRandomSampler(
             sampler.data_source, sampler.replacement, count, torch.Generator(), data_seed=seed
         )
-    inner = inner_sampler(sampler)
+    inner = getattr(sampler, "sampler", None)
     seedable = inner if inner is None else _make_seedable(inner, seed)
     return sampler if seedable is inner else with_inner(sampler, seedable)
 
@@ -493,32 +518,32 @@ _KEPT = (
 _KEPT_WITH_WORKERS = ("prefetch_factor", "persistent_workers", "timeout")
 
 
+class _Skipped:
+    """A loader without its first batches."""
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self._loader = loader
+        self._count = count
+
+    def __len__(self) -> int:
+        return max(0, len(self._loader) - self._count)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._loader), self._count, None)
+
+
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """Return a view of `loader` without the first `num_batches` of each iteration.
 
-    Batches of map-style data are not even read. A prepared loader and its views share their epochs.
-    The view of a DataLoader can be prepared: its ranks share what is left. If a stream is read by
-    workers, prepare the loader first.
+    A prepared loader and its views share their epochs. Batches of map-style data are then not even
+    read. To share what is left among ranks, prepare the loader first.
 
     :raises ValueError: if `num_batches` is negative.
     """
     if num_batches < 0:
         raise ValueError(f"num_batches={num_batches}: it is a count")
-    if isinstance(loader, PreparedLoader):
-        view = copy.copy(loader)
-        view._skip += num_batches  # pyright: ignore[reportPrivateUsage]
-        return view
-    if not isinstance(loader, DataLoader):
-        return Skipped(loader, num_batches)
-    kind, options = _options(loader)
-    if isinstance(loader.dataset, IterableDataset):
-        if loader.num_workers:
-            return Skipped(loader, num_batches)  # each worker has a stream of its own
-        items = SkippedItems(loader.dataset, num_batches * (loader.batch_size or 1))
-        drop_last = {} if loader.batch_size is None else {"drop_last": loader.drop_last}
-        return kind(items, batch_size=loader.batch_size, **drop_last, **options)
-    if loader.batch_sampler is None:
-        sampler = Skipped(loader.sampler, num_batches)
-        return kind(loader.dataset, batch_size=None, sampler=sampler, **options)
-    rest = Skipped(loader.batch_sampler, num_batches)
-    return kind(loader.dataset, batch_sampler=rest, **options)
+    if not isinstance(loader, PreparedLoader):
+        return _Skipped(loader, num_batches)
+    view = copy.copy(loader)
+    view._skip += num_batches  # pyright: ignore[reportPrivateUsage]
+    return view

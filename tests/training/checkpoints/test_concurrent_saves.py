@@ -7,12 +7,14 @@ import itertools
 import os
 import shutil
 import sys
+import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
-from support.file_faults import SETUPS, Net, Setup, watched
+from support.file_faults import SETUPS, Net, Setup, Watched, watched
 from support.observed import await_report, running
 from support.rank_worlds import Kind, Ranks, Signs
 
@@ -25,9 +27,10 @@ from syncprims.training import (
     save_model,
     save_state,
 )
+from syncprims.training.checkpoints import commit, filesystem
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
 
 def listing(folder: Path) -> set[str]:
@@ -252,6 +255,22 @@ def test_a_rank_of_a_test_world_ends_after_its_save_in_the_background(
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
+def test_a_rank_that_raises_leaves_no_save_to_the_next_world(tmp_path: Path) -> None:
+    def slow(number: int, name: str, args: tuple[Any, ...]) -> None:
+        if is_write(name) and threading.current_thread().name == "syncprims-save":
+            time.sleep(0.1)
+
+    def program() -> None:
+        save_state(tmp_path / "s", {"m": Net(1)}, block=False)
+        if sp.get_rank() == 1:
+            raise RuntimeError("told to end")
+        sp.barrier()
+
+    with watched(slow), pytest.raises(RuntimeError, match="told to end"):
+        run_world(program, 2)
+    assert not [t for t in threading.enumerate() if t.name == "syncprims-save"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_reader_from_outside_sees_a_save_in_the_background(
     meeting_place: Path, tmp_path: Path
@@ -326,3 +345,110 @@ def test_a_load_during_saves_of_another_program_is_of_one_of_them_or_names_them(
     for stride in (5, 7):
         [always] = run_world(lambda n=stride: [load(k, n, 10**6) for k in range(n)], 1)  # type: ignore[misc]
         assert all(isinstance(one, int) or "another program saves" in one for one in always)
+
+
+# -- two programs that save to one place ----------------------------------------------------------
+
+
+SAVES: dict[str, Callable[[str, int], object]] = {
+    "state": lambda path, version: save_state(path, {"m": Net(version)}),
+    "behind": lambda path, version: save_state(path, {"m": Net(version)}, block=False).wait(),
+    "shards": lambda path, version: save_model(Net(version), path, 600),
+}
+
+
+def version_in(path: str) -> int:
+    def load() -> int:
+        net = Net(0)
+        if Path(path, "checkpoint.json").exists():
+            load_state(path, {"m": net})
+        else:
+            load_checkpoint_in_model(net, path)
+        return net.version()
+
+    [version] = run_world(load, 1)
+    assert isinstance(version, int)
+    return version
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["saves", "fails"])
+@pytest.mark.parametrize("over", [False, True], ids=["new", "over"])
+@pytest.mark.parametrize("way", SAVES)
+def test_of_two_programs_that_save_to_one_place_one_waits(
+    way: str, over: bool, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one saves, or fails at its end, before any file-system call of the first."""
+    monkeypatch.setattr(commit, "LOCK_SECONDS", 0)
+    errors: list[str] = []
+
+    def save(path: str, version: int) -> None:
+        try:
+            run_world(lambda: SAVES[way](path, version), 1)
+        except sp.CheckpointError as error:
+            errors.append(str(error))
+        else:
+            errors.append("")
+
+    def fail(number: int, name: str, args: tuple[Any, ...]) -> None:
+        if fails and name == "rename":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), args[0])
+
+    def save_at(point: int, path: str) -> int:
+        """Save, and before the call of this number in another thread; return how many calls."""
+
+        def save_there() -> None:
+            module: Any = filesystem
+            outer, module.os = module.os, Watched(fail)
+            try:
+                save(path, 3)
+            finally:
+                module.os = outer
+
+        def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if number == point:
+                thread = threading.Thread(target=save_there)
+                thread.start()
+                thread.join()
+
+        with watched(at) as calls:
+            save(path, 2)
+        return calls.count
+
+    point, calls = 0, 1
+    while point < calls:
+        path = str(tmp_path / f"{point}" / "it")
+        if over:
+            save(path, 1)
+            errors.clear()
+        calls = save_at(point, path)
+        other, own = errors
+        for error in errors:
+            assert not error or f"writes to {path}" in error or (fails and "Input/output" in error)
+        assert not (fails and not other)
+        assert fails or not (own and other)
+        saved = [v for v, error in ((2, own), (3, other)) if not error] or ([1] if over else [])
+        assert not saved or version_in(path) in saved, (point, errors)
+        assert [p.name for p in Path(path).parent.iterdir()] == ["it"] * bool(saved), point
+        errors.clear()
+        point += 1
+    assert point > 20
+
+
+def test_a_second_program_waits_and_goes_on(tmp_path: Path) -> None:
+    path, started = tmp_path / "it", threading.Event()
+
+    def first() -> None:
+        def slow(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if is_write(name) and not started.is_set():
+                started.set()
+                time.sleep(0.3)
+
+        with watched(slow):
+            run_world(lambda: save_state(path, {"m": Net(1)}), 1)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    started.wait()
+    run_world(lambda: save_state(path, {"m": Net(2)}), 1)
+    thread.join()
+    assert version_in(str(path)) == 2

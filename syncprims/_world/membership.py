@@ -1,0 +1,289 @@
+"""`reform`: the ranks that are left decide, once, who the world of the next epoch is.
+
+A rank that calls it leaves all rounds, publishes its call, and waits until every other rank of the
+epoch has called too, or has provably ended. Then any of them proposes the members, and the first
+proposal is the decision for all. It is made by a single act, which the backend provides
+(:meth:`Slots.decide`): so whoever ends meanwhile, at most one membership is decided, and no process
+is ever waited for that has ended. To refuse (too few ranks, or the time is up) is a decision, too.
+
+The members then meet in the first round of the new epoch. If one of them ends before that, the
+others go on with the next epoch: so :func:`reform` returns in a world in which all have met.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncprims import errors
+from syncprims._protocol.call_site import describe_call
+from syncprims.errors import (
+    BackendUnavailable,
+    PeerFailed,
+    PeerLost,
+    SyncError,
+    SyncTimeout,
+    WorldClosed,
+)
+
+from .epoch import JOINER, Epoch
+from .group import rounds_of
+from .world import begin_epoch, join_world, leave_rounds, rounds_completed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from syncprims.interface import Backend, Slots
+
+    from .epoch import Change
+    from .world import World
+
+
+def _name(epoch: int) -> str:
+    return f"epoch-{epoch}"
+
+
+def _encode(decision: Epoch | SyncError) -> str:
+    said: Any = decision
+    if isinstance(decision, SyncError):
+        said = errors.dump(decision).decode()
+    return base64.b64encode(json.dumps(said).encode()).decode()
+
+
+def _decode(word: str) -> Epoch | SyncError:
+    said = json.loads(base64.b64decode(word))
+    return errors.load(said.encode()) if isinstance(said, str) else Epoch(*said)
+
+
+class _Terms(NamedTuple):
+    """What one rank asks for in one call."""
+
+    call: str  #: as messages show it
+    min_ranks: int
+    begin: float  #: when it was called
+    deadline: float
+
+
+def reform(world: World, min_ranks: int, timeout: float | None) -> Change:
+    """As :func:`syncprims.reform`."""
+    slots, call = world._backend.slots, describe_call()
+    if slots is None:
+        raise BackendUnavailable(
+            f"reform() does not work on backend {world.backend_name!r}: restart the run from a "
+            f"checkpoint, as `syncprims run --max-restarts` does. On one host, the backend 'file' "
+            f"supports it"
+        )
+    if world.decided is None:  # all ranks have met in this world
+        members = [(slot, rank, 0) for rank, slot in enumerate(slots.members)]
+        world.decided = Epoch(world.epoch, world.world_size, members)
+    begin = slots.now()
+    terms = _Terms(call, min_ranks, begin, math.inf if timeout is None else begin + timeout)
+    left = f"rank {world.rank} has left this world: it has called {call}"
+    _begin_next(world, slots, terms, PeerLost(left, rank=world.rank, call=call))
+    return _meet(world, slots, terms)
+
+
+def _begin_next(world: World, slots: Slots, terms: _Terms, error: SyncError) -> None:
+    """Leave the present epoch, with `error` for those that wait in it, and begin the next one."""
+    standing = leave_rounds(world, error)
+    epoch = _Vote(world, slots, terms, standing).hold()
+    slots.members = epoch.slots
+    topology = epoch.topology(slots.own, world.topology)
+    rounds = epoch.members[topology.rank][2]
+    begin_epoch(world, topology, epoch.number, rounds, _reformed)
+    world.decided = epoch
+
+
+def _meet(world: World, slots: Slots, terms: _Terms) -> Change:
+    """Meet the members of the epoch that was decided, or, if one is lost before, of a later one."""
+    while True:
+        try:
+            join_world(world)
+        except (PeerLost, PeerFailed) as error:
+            _begin_next(world, slots, terms, error)
+            continue
+        assert world.decided is not None
+        world.change, world.decided = world.decided.change(slots.own), None
+        return world.change
+
+
+def _reformed() -> SyncError:
+    return WorldClosed(
+        "reform() has made a new world, and this belongs to the one before: make groups, process "
+        "groups and what was built on them again"
+    )
+
+
+def is_joining(backend: Backend) -> bool:
+    """Return whether this process replaces a lost rank, and waits for a `reform` of the others."""
+    return backend.slots is not None and backend.slots.own not in backend.slots.members
+
+
+def await_admission(backend: Backend) -> Epoch:
+    """Return the epoch in which this process replaces a lost rank; its topology is changed.
+
+    :raises PeerLost: if all ranks end instead.
+    """
+    slots = backend.slots
+    assert slots is not None
+    members, number = slots.members, 1
+
+    def is_decided_or_over() -> bool:
+        ended = all(slots.state(slot) not in ("alive", "unknown") for slot in members)
+        return ended or slots.decided(_name(number)) is not None
+
+    while True:
+        slots.wait(is_decided_or_over, math.inf, ())
+        word = slots.decided(_name(number))
+        if word is None:
+            raise PeerLost("all ranks of the run ended while this process waited to join it")
+        epoch, number = _decode(word), number + 1
+        if isinstance(epoch, Epoch):
+            members = epoch.slots
+            if slots.own in members:
+                slots.members = members
+                slots.enter(epoch.number, epoch.topology(slots.own, backend.topology))
+                return epoch
+
+
+def join_epoch(world: World) -> Change:
+    """Meet the ranks of the epoch in which this process has joined the run."""
+    slots = world._backend.slots
+    assert slots is not None
+    return _meet(world, slots, _Terms("init", 1, slots.now(), math.inf))
+
+
+class _Vote:
+    """One rank's part in the decision about the next epoch."""
+
+    def __init__(self, world: World, slots: Slots, terms: _Terms, standing: SyncError) -> None:
+        self._world = world
+        self._slots = slots
+        self._call, least, self._begin, self._deadline = terms
+        self._standing = standing  # why the world is over
+        self._warn_every = world.settings.warn_after
+        # Epochs that were refused have a number, too, and no rank of this world waits for them.
+        self._number = world.epoch + 1
+        while (word := slots.decided(_name(self._number))) is not None:
+            if isinstance(_decode(word), Epoch):
+                break
+            self._number += 1
+        self._mine = json.dumps([self._number, rounds_completed(world), least]).encode()
+
+    def hold(self) -> Epoch:
+        """Return the decision, once there is one.
+
+        :raises SyncTimeout: on all ranks that have called, if one that lives has not.
+        :raises PeerLost: on all of them, if fewer are left than one of them accepts.
+        """
+        slots = self._slots
+        slots.publish_call(self._mine)
+        warn_at = self._begin + self._warn_every
+        if self._deadline == math.inf and rounds_of(self._world.group).board.virtual_time:
+            warn_at = math.inf  # such a wait lasts forever
+        while (decision := self._look()) is None:
+            now = slots.now()
+            if now >= warn_at:
+                self._warn(now)
+                self._warn_every *= 2
+                warn_at = now + self._warn_every
+            seconds = min(self._deadline, warn_at) - now
+            slots.wait(lambda: not self._absent() or self._decided(), seconds, self._absent())
+        if isinstance(decision, SyncError):
+            raise decision
+        return decision
+
+    def _decided(self) -> bool:
+        return self._slots.decided(_name(self._number)) is not None
+
+    def _look(self) -> Epoch | SyncError | None:
+        """Return the decision; make it if this rank knows enough."""
+        slots, name = self._slots, _name(self._number)
+        word = slots.decided(name)
+        if word is None:
+            absent = self._absent()
+            if absent and slots.now() < self._deadline:
+                return None
+            word = slots.decide(name, _encode(self._timeout(absent) if absent else self._propose()))
+        return _decode(word)
+
+    def _calls(self) -> dict[int, tuple[int, int]]:
+        """Return rounds and `min_ranks` of the living members that have called, by slot."""
+        found: dict[int, tuple[int, int]] = {}
+        for slot in self._slots.members:
+            number, rounds, least = self._call_of(slot)
+            if number == self._number and self._slots.state(slot) == "alive":
+                found[slot] = rounds, least
+        return found
+
+    def _call_of(self, slot: int) -> tuple[int, int, int]:
+        said = self._mine if slot == self._slots.own else self._slots.call_of(slot)
+        number, rounds, least = json.loads(said) if said else (0, 0, 0)
+        return number, rounds, least
+
+    def _absent(self) -> list[int]:
+        """Return the slots of members that live and have not called."""
+        slots = self._slots
+        return [
+            slot
+            for slot in slots.members
+            if self._call_of(slot)[0] != self._number and slots.state(slot) in ("alive", "unknown")
+        ]
+
+    def _propose(self) -> Epoch | SyncError:
+        before = self._world.decided
+        assert before is not None
+        calls = self._calls()
+        ranks = {slot: rank for slot, rank, _ in before.members}
+        members = [(slot, ranks[slot], rounds) for slot, (rounds, _) in calls.items()]
+        # In the order before; those that joined an epoch whose ranks never met are the last.
+        members.sort(key=lambda member: (member[1] is None, member[1] or 0))
+        room = self._slots.most - len(members)
+        members += [(slot, None, JOINER) for slot in self._slots.waiting()[:room]]
+        epoch = Epoch(self._number, before.size_before, members)
+        least = max(least for _, least in calls.values())
+        if len(members) >= least:
+            return epoch
+        lost = epoch.change(self._slots.own).lost
+        return PeerLost(
+            f"{self._call} needs {least} ranks, and {len(members)} are left: ranks {list(lost)} "
+            f"have ended. Restart the run from a checkpoint, or accept fewer with min_ranks.\n"
+            f"{self._standing}",
+            call=self._call,
+            missing=list(lost),
+            rank=lost[0] if lost else None,
+        )
+
+    def _timeout(self, absent: Sequence[int]) -> SyncTimeout:
+        waited = self._slots.now() - self._begin
+        ranks = self._ranks(absent)
+        lines = "\n".join(self._last_seen(rank) for rank in ranks)
+        return SyncTimeout(
+            f"{self._call} timed out after {waited:.3g} s: ranks {ranks} live and have not called "
+            f"it, so no new world was made\n{lines}\n"
+            f"Every rank that lives must call reform(), or end.",
+            call=self._call,
+            missing=ranks,
+            arrived=self._ranks(self._calls()),
+            waited=waited,
+        )
+
+    def _ranks(self, slots: Iterable[int]) -> list[int]:
+        return sorted(self._slots.members.index(slot) for slot in slots)
+
+    def _last_seen(self, rank: int) -> str:
+        label = rounds_of(self._world.group).board.status(rank).label
+        return f"  rank {rank} was last seen in {label or 'no call'}"
+
+    def _warn(self, now: float) -> None:
+        import logging  # slow to import, and only a long wait needs it
+
+        ranks = self._ranks(self._absent())
+        lines = "".join(f"; {self._last_seen(rank).strip()}" for rank in ranks)
+        logging.getLogger("syncprims").warning(
+            f"still waiting for ranks {ranks} at {self._call} for {now - self._begin:.0f} s{lines}"
+        )

@@ -1,0 +1,432 @@
+"""`reform`: the ranks that are left decide, once, who goes on, and nothing of the world before."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+from support.rank_worlds import Died, Kind, Ranks
+
+import syncprims as sp
+from syncprims._world.launchers import make_rank_variables
+from syncprims.testing import DeadlockError, FaultMissed, Kill, every_point, run_world
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.rank_worlds import Signs
+
+    WorldKind = Literal["threads", "processes"]
+
+LOST = (sp.PeerLost, sp.PeerFailed)
+both_kinds = pytest.mark.parametrize("world_kind", ["threads", "processes"])
+
+
+def call(action: str, step: int, flags: list[sp.Trigger]) -> Any:
+    """Make a call whose result is the same on all ranks, and says who took part."""
+    rank, size = sp.get_rank(), sp.get_world_size()
+    match action:
+        case "reduce":
+            return sp.all_reduce({"rank": rank + step, "half": 0.5})
+        case "gather":
+            return sp.all_gather((rank, step))
+        case "broadcast":
+            return sp.broadcast(("from", step) if rank == step % size else None, step % size)
+        case "group":
+            group = sp.group(range(0, size, 2))
+            return sp.broadcast(group.all_reduce(rank) if rank % 2 == 0 else None)
+        case "check":
+            return flags[0].check()
+        case "lagged":
+            return flags[1].check()
+        case "array":
+            return sp.all_reduce(bytes_of(rank)).tobytes()
+        case _:
+            with sp.main_first():
+                pass
+            return sp.barrier(action)
+
+
+def bytes_of(rank: int) -> Any:
+    numpy = pytest.importorskip("numpy")
+    return numpy.full(3000, rank + 1.0)
+
+
+ACTIONS = ["reduce", "gather", "broadcast", "group", "check", "lagged", "array", "barrier"]
+
+
+def survive(seed: int, steps: int = 8, kill: Callable[[int], object] = lambda step: None) -> Any:
+    """Make random calls, go on after each loss, and return what was seen, and the changes."""
+    choose = random.Random(seed)
+    actions = [*choose.choices(ACTIONS, k=steps), "end"]
+    flags = [sp.Trigger("now"), sp.Trigger("later", lag=1)]
+    seen: list[Any] = []
+    changes: list[sp.Change] = []
+    change: sp.Change | None = None
+    while len(seen) < len(actions):
+        try:
+            if change is not None:
+                seen, change = sp.hand_over(seen, change), None
+            kill(len(seen))
+            step = len(seen)
+            result = call(actions[step], step, flags)
+            seen = [*seen, (sp.get_world_size(), result)]
+        except LOST:
+            change = sp.reform()
+            changes.append(change._replace(rank_before=None))
+    return sp.get_rank(), sp.get_world_size(), seen, changes
+
+
+def judge(results: list[Any], count: int) -> None:
+    """Check what :func:`survive` has returned on the ranks that are left."""
+    assert results
+    assert [rank for rank, *_ in results] == list(range(len(results)))
+    for _, size, seen, changes in results:
+        assert seen == results[0][2]
+        assert changes == results[0][3]
+        assert [size for size, _ in seen] == sorted((size for size, _ in seen), reverse=True)
+        left = changes[-1].members if changes else range(count)
+        # The last call may have been over for all of them when another rank was lost.
+        assert len(results) <= size == len(left)
+
+
+def run_with_kills(seed: int, world_kind: WorldKind = "threads") -> None:
+    choose = random.Random(seed)
+    victims = choose.sample(range(4), choose.randint(1, 3))
+    faults = [Kill(rank=rank, at=choose.randint(1, 20)) for rank in victims]
+    try:
+        of_ranks = run_world(
+            lambda: survive(seed),
+            4,
+            faults=faults,
+            kind=world_kind,
+            seed=seed if world_kind == "threads" else None,
+        )
+    except FaultMissed:
+        return
+    judge([result for result in of_ranks if result is not None], 4)
+
+
+@pytest.mark.parametrize("first", range(0, 400, 100))
+def test_random_programs_go_on_after_random_losses(first: int) -> None:
+    for seed in range(first, first + 100):
+        run_with_kills(seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(1_000, 11_000, 500))
+def test_ten_thousand_random_programs_go_on(first: int) -> None:
+    for seed in range(first, first + 500):
+        run_with_kills(seed)
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(12),
+        *(
+            pytest.param(range(first, first + 50), marks=pytest.mark.soak)
+            for first in range(100, 1_100, 50)
+        ),
+    ],
+    ids=str,
+)
+def test_random_programs_go_on_in_processes(seeds: range) -> None:
+    for seed in seeds:
+        run_with_kills(seed, "processes")
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_a_rank_may_die_at_any_point_of_a_reform_of_others(victim: int) -> None:
+    """Also in the middle of it: between its call, the decision, and the first round."""
+
+    def program() -> Any:
+        return None if sp.get_rank() == 3 else survive(1)  # that one ends before the others
+
+    def check(point: Any) -> None:
+        assert point.error is None, point
+        judge([result for result in point.results if result is not None], 4)
+
+    points = every_point(program, Kill(rank=victim), 4, seed=victim, check=check)
+    labels = {str(point.fault) for point in points}
+    assert len(labels) > 15
+
+
+def program_killed_at_any_instant(seed: int) -> Callable[[], Any]:
+    def program() -> Any:
+        choose = random.Random(seed * 10 + sp.get_rank())
+        if sp.get_rank() != seed % 4:  # one lives
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, choose.uniform(0.001, 0.06))
+        return survive(seed, 400)
+
+    return program
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(20),
+        *(
+            pytest.param(range(first, first + 100), marks=pytest.mark.soak)
+            for first in range(100, 1_100, 100)
+        ),
+    ],
+    ids=str,
+)
+def test_ranks_may_be_killed_at_any_instruction(seeds: range, meeting_place: Path) -> None:
+    for seed in seeds:
+        ranks = Ranks(Kind("file", 4), meeting_place)
+        outcomes = ranks.outcomes(program_killed_at_any_instant(seed))
+        living = [outcome for outcome in outcomes if not isinstance(outcome, Died)]
+        for outcome in living:
+            assert not isinstance(outcome, BaseException), (seed, outcome)
+        judge(living, 4)
+
+
+@both_kinds
+def test_survivors_have_new_numbers_and_the_same_change(world_kind: WorldKind) -> None:
+    def program() -> Any:
+        world = sp.current()
+        old = sp.group([0, 1, 2, 3])
+        pair = sp.group([2, 3])
+        try:
+            sp.barrier("last")
+            raise AssertionError
+        except sp.PeerLost:
+            change = sp.reform(min_ranks=2)
+        assert sp.current() is world
+        assert world.change is change
+        if world_kind == "processes":
+            variables = make_rank_variables(sp.get_rank(), 3)
+            assert {name: os.environ[name] for name in variables} == variables
+        for group in (old, pair):
+            if sp.get_rank() > 0 or group is old:
+                with pytest.raises(sp.WorldClosed, match="reform"):
+                    group.barrier()
+        assert sp.hand_over(state := {"a": 1}, change) is state
+        return change, sp.get_rank(), world.world_size, sp.all_gather(sp.get_rank())
+
+    results = run_world(program, 4, kind=world_kind, faults=[Kill(rank=1, at="last")])
+    assert results.pop(1) is None
+    for rank, (change, *numbers) in enumerate(results):
+        before = (0, 2, 3)
+        rounds = change.rounds
+        assert change == (1, before, (1,), (), before[rank], 0, rounds)
+        assert len(set(rounds)) == 1
+        assert numbers == [rank, 3, [0, 1, 2]]
+
+
+@both_kinds
+def test_a_rank_that_waits_in_a_group_learns_that_another_has_left_it(
+    world_kind: WorldKind,
+) -> None:
+    def program() -> Any:
+        pair = sp.group([0, 1])
+        if sp.get_rank() == 1:
+            with pytest.raises(sp.PeerLost, match=r"rank 0 has left this world.*reform"):
+                pair.barrier("never met")
+        else:
+            with pytest.raises(sp.PeerLost):
+                sp.barrier("last")
+        return sp.reform().members
+
+    results = run_world(program, 3, kind=world_kind, faults=[Kill(rank=2, at="last")])
+    assert results[:2] == [(0, 1)] * 2
+
+
+@both_kinds
+def test_too_few_survivors_all_raise(world_kind: WorldKind) -> None:
+    def program() -> Any:
+        with pytest.raises(sp.PeerLost):
+            sp.barrier("last")
+        with pytest.raises(sp.PeerLost, match=r"needs 4 ranks, and 3 are left.*\[2\]") as raised:
+            sp.reform(min_ranks=4 if sp.get_rank() == 0 else 1)
+        assert raised.value.missing == [2]
+        return sp.reform().epoch, sp.all_reduce(1)
+
+    results = run_world(program, 4, kind=world_kind, faults=[Kill(rank=2, at="last")])
+    assert [result for result in results if result] == [(2, 3)] * 3
+
+
+def test_a_living_rank_is_waited_for_and_named(signs: Signs) -> None:
+    """No epoch is made without it, and it takes part in the next one."""
+
+    def program() -> Any:
+        sp.barrier("start")
+        if sp.get_rank() == 1:
+            signs.wait("0 has given up", "2 has given up")
+            with pytest.raises(sp.PeerLost, match="has called reform"):
+                sp.barrier("late")
+        else:
+            with pytest.raises(sp.SyncTimeout, match=r"ranks \[1\] live") as raised:
+                sp.reform(timeout=0.2)
+            assert raised.value.missing == [1]
+            assert raised.value.arrived == [0, 2]
+            assert "rank 1 was last seen in barrier 'start'" in str(raised.value)
+            signs.give(f"{sp.get_rank()} has given up")
+        return sp.reform().members, sp.all_reduce(1)
+
+    assert run_world(program, 3, kind="processes") == [((0, 1, 2), 3)] * 3
+
+
+def test_a_rank_in_a_reform_is_a_part_of_a_deadlock() -> None:
+    def program() -> Any:
+        if sp.get_rank() == 0:
+            threading.Event().wait()
+        sp.reform()
+
+    with pytest.raises(DeadlockError, match="reform") as raised:
+        run_world(program, 2)
+    assert "rank 1" in str(raised.value)
+
+
+@both_kinds
+def test_a_flag_survives(world_kind: WorldKind) -> None:
+    """Set and not seen, or seen by some: all ranks of the new world see it."""
+
+    def program() -> Any:
+        seen, unseen, lagged = sp.Trigger("a"), sp.Trigger("b"), sp.Trigger("c", lag=1)
+        if sp.get_rank() == 0:
+            for trigger in (seen, unseen, lagged):
+                trigger.set("by 0")
+        assert seen.check()
+        lagged.check()
+        with pytest.raises(sp.PeerLost):
+            sp.barrier("last")
+        sp.reform()
+        lagged.check()
+        return [(t.check(), t.reason) for t in (seen, unseen, lagged)]
+
+    results = run_world(program, 3, kind=world_kind, faults=[Kill(rank=2, at="last")])
+    assert results[:2] == [[(True, "by 0")] * 3] * 2
+
+
+@both_kinds
+def test_those_behind_take_the_state_over(world_kind: WorldKind) -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.value = sp.get_rank()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.value = state["value"]
+
+    def program() -> Any:
+        holder, rank = Holder(), sp.get_rank()
+        with pytest.raises(sp.PeerLost):
+            sp.barrier("last")
+        change = sp.reform()
+        ahead = change._replace(furthest=1, rounds=(3, 4, 2))  # as if this had been so
+        tree = sp.hand_over({"holder": holder, "at": [rank, (rank,)]}, ahead)
+        assert tree["holder"] is holder
+        with pytest.raises(ValueError, match="epoch"):
+            sp.hand_over({}, change._replace(epoch=7))
+        return holder.value, tree["at"]
+
+    results = run_world(program, 4, kind=world_kind, faults=[Kill(rank=3, at="last")])
+    assert results[:3] == [(1, [1, (1,)])] * 3
+
+
+def test_the_next_epoch_needs_no_more_memory(meeting_place: Path) -> None:
+    """Files and maps of a world that has ended are gone."""
+
+    def program() -> Any:
+        counts: list[tuple[int, int]] = []
+        for _ in range(4):
+            sp.group([0, 1]).all_reduce(bytes_of(1)) if sp.get_rank() < 2 else sp.group([0, 1])
+            sp.all_reduce(bytes_of(1))
+            sp.reform()
+            sp.barrier()
+            maps = Path("/proc/self/maps").read_text().count("/board-")
+            files = [path for path in meeting_place.rglob("board-*") if path.exists()]
+            counts.append((maps, len(files)))
+            sp.barrier()
+        return counts
+
+    for counts in Ranks(Kind("file", 3), meeting_place).run(program):
+        assert len(set(counts)) == 1, counts
+
+
+def test_a_process_joins_in_place_of_a_lost_rank(meeting_place: Path, signs: Signs) -> None:
+    """It enters in a `reform` that the others make when a check says that it waits."""
+
+    def program() -> Any:
+        world = sp.init()
+        first = int(os.environ["SYNCPRIMS_RANK"]) if world.change is None else -1
+        state: dict[str, Any] = {"step": 0, "sum": 0}
+        stop, changes, change = sp.Trigger("stop"), list[Any](), world.change
+        while not (world.epoch >= 2 and state["step"] >= 60):
+            try:
+                if change is not None:
+                    changes.append(change._replace(rank_before=None))
+                    state, change = sp.hand_over(state, change), None
+                    signs.give("they go on")
+                if first == 1 and state["step"] == 5:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                added = sp.all_reduce(1)
+                state = {"step": state["step"] + 1, "sum": state["sum"] + added}
+                if stop.check():
+                    break
+                if stop.joiners:
+                    state["step"] = 50
+                    change = sp.reform()
+            except LOST:
+                change = sp.reform()
+        return first, sp.get_rank(), sp.get_world_size(), state, changes
+
+    def started() -> Any:
+        if os.environ["SYNCPRIMS_RANK"] == "3":  # in this test, a second process of rank 1
+            signs.wait("they go on")
+        rank = int(os.environ["SYNCPRIMS_RANK"])
+        os.environ.update(make_rank_variables(1 if rank == 3 else rank, 3))
+        return program()
+
+    ranks = Ranks(Kind("file", 4), meeting_place)
+    results = ranks.outcomes(started, start=False, SYNCPRIMS_ELASTIC="1")
+    assert isinstance(results.pop(1), Died)
+    of_joiner = results.pop()
+    states = [state for _, _, _, state, _ in (*results, of_joiner)]
+    assert states == [states[0]] * 3, results
+    assert [(first, rank, size) for first, rank, size, *_ in results] == [(0, 0, 3), (2, 1, 3)]
+    assert of_joiner[:3] == (-1, 2, 3)
+    left, joined = results[0][4]
+    assert left.members == (0, 2)
+    assert left.lost == (1,)
+    assert joined.members == (0, 1, None)
+    assert joined.joined == (2,)
+    assert of_joiner[4] == [joined]
+
+
+def test_backends_that_cannot_say_so(meeting_place: Path) -> None:
+    for kind in (Kind("single", 1), Kind("torch", 2)):
+        if kind.backend == "torch":
+            pytest.importorskip("torch")
+
+        def program() -> Any:
+            with pytest.raises(sp.BackendUnavailable, match=r"reform.*backend") as raised:
+                sp.reform()
+            sp.barrier()  # nothing has happened
+            return "max-restarts" in str(raised.value)
+
+        assert set(Ranks(kind, meeting_place).run(program)) == {True}
+    with pytest.raises(ValueError, match="min_ranks"):
+        sp.reform(min_ranks=0)
+
+
+def test_a_busy_rank_is_awaited_without_a_timeout(signs: Signs) -> None:
+    def program() -> Any:
+        sp.barrier("start")
+        if sp.get_rank() == 1:
+            time.sleep(0.05)  # busy
+        return sp.reform().members
+
+    assert run_world(program, 2, kind="processes") == [(0, 1)] * 2
