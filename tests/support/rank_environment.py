@@ -10,6 +10,10 @@ from syncprims._world.launchers import list_rank_variables
 if TYPE_CHECKING:
     from pathlib import Path
 
+#: Seconds after which what a test has started counts as hanging: far more than anything takes on a
+#: busy machine, and less than pytest's own limit for a test, whose report says less.
+PATIENCE = 240.0
+
 
 def clean_environ(*others: str) -> dict[str, str]:
     """Return this process's variables without the library's, any launcher's, and the `others`."""

@@ -37,7 +37,6 @@ def told(line: list[str], source: str, ranks: int, folder: Path, place: Path, **
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"end-{rank}").read_text()) for rank in range(ranks)]
