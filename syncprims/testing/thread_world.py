@@ -151,9 +151,9 @@ class ThreadWorld:
             helpers = {thread for of_rank in self.scheduler.threads for thread in of_rank.started}
             self._end([thread for thread in helpers if thread.ident in waiting])
             end, busy = time.monotonic() + _GRACE, busy_threads()
-            for thread in helpers:
-                if thread.ident in busy and not thread.daemon:
-                    thread.join(max(0.0, end - time.monotonic()))
+            for helper in helpers:
+                if helper.ident in busy and not helper.daemon:
+                    helper.join(max(0.0, end - time.monotonic()))
         run.steps = self.scheduler.steps
         return run
 
