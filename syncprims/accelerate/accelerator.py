@@ -25,6 +25,7 @@ from syncprims.training import (
 )
 from syncprims.training import PreparedOptimizer as AcceleratedOptimizer
 from syncprims.training import PreparedScheduler as AcceleratedScheduler
+from syncprims.training.optimizer import delegated
 from syncprims.training.preparation import JobOptions, Preparation
 
 from .configuration import (
@@ -61,18 +62,6 @@ def _of_accumulator(method: Callable[Concatenate[Any, P], R]) -> Callable[Concat
         return method(job.accumulator, *args, **kwargs)
 
     return functools.update_wrapper(call, method)
-
-
-def _option(name: str, meaning: str) -> Any:
-    """Return an attribute that is an option of what is prepared; a change acts from then on."""
-
-    def read(job: Accelerator) -> Any:
-        return getattr(job.preparation.options, name)
-
-    def write(job: Accelerator, value: Any) -> None:
-        setattr(job.preparation.options, name, value)
-
-    return property(read, write, doc=meaning)
 
 
 class _Trigger(syncprims.Trigger):
@@ -165,10 +154,9 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
 
     # -- this rank, and collectives -------------------------------------------------------------
 
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self.preparation.device
+    device: torch.device = delegated(
+        "preparation.device", "The device of this rank.", settable=False
+    )
 
     @property
     def multi_device(self) -> bool:
@@ -256,23 +244,11 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     clip_grad_norm_ = _of_accumulator(Accumulator.clip_grad_norm_)
     clip_grad_value_ = _of_accumulator(Accumulator.clip_grad_value_)
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch closes its window. It can be set, for the next step."""
-        return self.accumulator.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, sync: bool) -> None:
-        self.accumulator.sync_gradients = sync
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per step."""
-        return self.accumulator.steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, steps: int) -> None:
-        self.accumulator.steps = steps
+    sync_gradients: bool = delegated(
+        "accumulator.sync_gradients",
+        "Whether the current micro-batch closes its window. It can be set, for the next step.",
+    )
+    gradient_accumulation_steps: int = delegated("accumulator.steps", "Micro-batches per step.")
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of `optimizer`, by default of all, if their window is closed."""
@@ -280,15 +256,12 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
             if optimizer in (None, prepared) and prepared.sync_gradients:
                 prepared.unscale_gradients()
 
-    @property
-    def mixed_precision(self) -> str:
-        """``"no"``, ``"fp16"`` or ``"bf16"``."""
-        return self.accumulator.precision.mode
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler; fp16 only."""
-        return self.accumulator.precision.scaler
+    mixed_precision: str = delegated(
+        "accumulator.precision.mode", "The precision: ``no``, ``fp16`` or ``bf16``.", settable=False
+    )
+    scaler: torch.amp.GradScaler | None = delegated(
+        "accumulator.precision.scaler", "The loss scaler; fp16 only.", settable=False
+    )
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
         """Return a context in which forward passes compute in the job's precision.
@@ -329,23 +302,33 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
             setattr(options, name, getattr(data, name))
         options.seed = data.data_seed
         options.order = order_of(data.use_stateful_dataloader, data.use_seedable_sampler)
-        self._stateful_loaders = data.use_stateful_dataloader
 
-    device_placement = _option("device_placement", "Whether models and batches are moved.")
-    split_batches = _option("split_batches", "Whether each batch is cut into one part per rank.")
-    dispatch_batches = _option("dispatch_batches", "Whether rank 0 reads; None: streams only.")
-    even_batches = _option("even_batches", "Whether ranks get equally many batches.")
-    non_blocking = _option("non_blocking", "Whether batches are copied while training goes on.")
+    device_placement = delegated(
+        "preparation.options.device_placement", "Whether models and batches are moved."
+    )
+    split_batches = delegated(
+        "preparation.options.split_batches", "Whether each batch is cut into one part per rank."
+    )
+    dispatch_batches = delegated(
+        "preparation.options.dispatch_batches", "Whether rank 0 reads; None: streams only."
+    )
+    even_batches = delegated(
+        "preparation.options.even_batches", "Whether ranks get equally many batches."
+    )
+    non_blocking = delegated(
+        "preparation.options.non_blocking", "Whether batches are copied while training goes on."
+    )
 
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether a loaded state has the loaders' positions."""
-        return self._stateful_loaders
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether the order of shuffled data follows from a seed."""
-        return bool(self._data.use_seedable_sampler)
+    use_stateful_dataloader: bool = delegated(
+        "_data.use_stateful_dataloader",
+        "Whether a loaded state has the loaders' positions.",
+        settable=False,
+    )
+    use_seedable_sampler: bool = delegated(
+        "_data.use_seedable_sampler",
+        "Whether the order of shuffled data follows from a seed.",
+        settable=False,
+    )
 
     skip_first_batches = staticmethod(skip_first_batches)
 

@@ -19,6 +19,7 @@ from syncprims.training import Accumulator, checkpoints, unwrap_model
 from syncprims.training.checkpoints import Saving
 from syncprims.training.checkpoints.coordination import coordinate, directory_path
 from syncprims.training.checkpoints.stateful import state_of
+from syncprims.training.optimizer import delegated
 from syncprims.training.preparation import Preparation
 
 from . import state_files
@@ -70,7 +71,7 @@ class Checkpointing:
 
     accumulator: Accumulator
     preparation: Preparation
-    _stateful_loaders: bool  # a loaded state has the loaders' positions
+    use_stateful_dataloader: bool
 
     def _start_saving(self, project_dir: Any, project: Any) -> None:
         #: the directories, the number of checkpoints that are kept, the next one's least number
@@ -86,15 +87,14 @@ class Checkpointing:
         self._before_saving: OrderedDict[int, SaveHook] = OrderedDict()
         self._before_loading: OrderedDict[int, LoadHook] = OrderedDict()
 
-    @property
-    def project_dir(self) -> Any:
-        """The project's directory."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> Any:
-        """The directory where trackers may write: by default the project's."""
-        return self.project_configuration.logging_dir
+    project_dir = delegated(
+        "project_configuration.project_dir", "The project's directory.", settable=False
+    )
+    logging_dir = delegated(
+        "project_configuration.logging_dir",
+        "Where trackers may write: by default the project's directory.",
+        settable=False,
+    )
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write `obj` to the file `f` on rank 0, completely or not at all; others return at once.
@@ -150,13 +150,14 @@ class Checkpointing:
         named |= self._named_models()
         named |= {f"optimizer_{i}": obj for i, obj in enumerate(accumulator.optimizers)}
         named |= {f"scheduler_{i}": obj for i, obj in enumerate(accumulator.schedules)}
+        # A position in an epoch is one of all ranks, of any number of them.
+        loaders = self.preparation.loaders if self.use_stateful_dataloader else []
+        named |= {f"loader_{i}": loader for i, loader in enumerate(loaders)}
         return {**named, **self._registered}
 
     def _rank_stateful(self) -> dict[str, Any]:
-        """Return, by name, the objects with a state of this rank's own: windows and loaders."""
-        loaders = self.preparation.loaders if self._stateful_loaders else []
-        named = {f"loader_{i}": loader for i, loader in enumerate(loaders)}
-        return {"accumulator": self.accumulator, **named}
+        """Return, by name, the object with a state of this rank's own: the window."""
+        return {"accumulator": self.accumulator}
 
     def _named_models(self) -> dict[str, nn.Module]:
         """Return the models inside of the prepared ones, by the names for saving them."""
@@ -357,14 +358,17 @@ class Checkpointing:
 
     def _load_from_accelerate(self, path: str) -> None:
         common, accumulator = self._objects_to_load(path), self.accumulator
-        state_files.load_accelerate_state(
-            path,
-            [model for name, model in self._named_models().items() if name in common],
-            accumulator.optimizers,
-            accumulator.schedules,
-            self._registered,
-            accumulator.precision.scaler,
-        )
+        files: dict[str, Any] = {}
+        if accumulator.precision.scaler is not None:
+            files["scaler.pt"] = accumulator.precision.scaler
+        for i, obj in enumerate(accumulator.optimizers):
+            files[f"optimizer{state_files.number_suffix(i)}.bin"] = obj
+        for i, obj in enumerate(accumulator.schedules):
+            files[f"scheduler{state_files.number_suffix(i)}.bin"] = obj
+        for i, obj in enumerate(self._registered.values()):
+            files[f"custom_checkpoint_{i}.pkl"] = obj
+        models = [model for name, model in self._named_models().items() if name in common]
+        state_files.load_accelerate_state(path, models, files)
 
     def _checkpoints(self) -> checkpoints.Checkpoints:
         if self.project_dir is None:

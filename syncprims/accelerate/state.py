@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 from enum import StrEnum
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -13,8 +13,8 @@ import syncprims
 from syncprims._world.sequential import MainFirst
 from syncprims._world.world import set_world_timeout
 from syncprims.training import Accumulator, rank_device
+from syncprims.training.optimizer import delegated
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _STATE = "accelerate.state"  # among the world's extras: what all states of a rank share
@@ -40,6 +40,11 @@ class DistributedType(StrEnum):
     MEGATRON_LM = "MEGATRON_LM"
 
 
+def _answer(function: Callable[[], R], meaning: str) -> R:
+    """Return a property that is what `function` returns."""
+    return cast("R", property(lambda _: function(), doc=meaning))
+
+
 class RankCalls:
     """Which rank this is, and the calls that ranks make together: of a state and of a job."""
 
@@ -53,52 +58,23 @@ class RankCalls:
         on_cpu = self.device.type == "cpu"
         return DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
 
-    @property
-    def num_processes(self) -> int:
-        """The number of ranks."""
-        return syncprims.get_world_size()
-
-    @property
-    def process_index(self) -> int:
-        """This rank."""
-        return syncprims.get_rank()
-
-    @property
-    def local_process_index(self) -> int:
-        """This rank's number on its node."""
-        return syncprims.get_local_rank()
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return syncprims.is_main()
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return syncprims.is_local_main()
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the highest rank."""
-        return syncprims.is_last()
+    num_processes = _answer(syncprims.get_world_size, "The number of ranks.")
+    process_index = _answer(syncprims.get_rank, "This rank.")
+    local_process_index = _answer(syncprims.get_local_rank, "This rank's number on its node.")
+    is_main_process = _answer(syncprims.is_main, "Whether this is rank 0.")
+    is_local_main_process = _answer(
+        syncprims.is_local_main, "Whether this is the first rank of its node."
+    )
+    is_last_process = _answer(syncprims.is_last, "Whether this is the highest rank.")
 
     @property
     def use_distributed(self) -> bool:
         """Whether there are other ranks."""
         return syncprims.get_world_size() > 1
 
-    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Return a function that runs on rank 0 only."""
-        return syncprims.on_main(function)
-
-    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Return a function that runs on the first rank of each node only."""
-        return syncprims.on_local_main(function)
-
-    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Return a function that runs on the highest rank only."""
-        return syncprims.on_last(function)
+    on_main_process = staticmethod(syncprims.on_main)
+    on_local_main_process = staticmethod(syncprims.on_local_main)
+    on_last_process = staticmethod(syncprims.on_last)
 
     def wait_for_everyone(self) -> None:
         """Return when every rank has arrived."""
@@ -209,24 +185,15 @@ class GradientState:
         # Not the Accelerator, which has this object: a cycle would keep the workers of its loaders.
         self._job: Accumulator = job
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch closes its window."""
-        return self._job.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, sync: bool) -> None:
-        self._job.sync_gradients = sync
-
-    @property
-    def num_steps(self) -> int:
-        """Micro-batches per step."""
-        return self._job.steps
-
-    @property
-    def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader closes a window."""
-        return self._job.sync_with_dataloader
+    sync_gradients: bool = delegated(
+        "_job.sync_gradients", "Whether the current micro-batch closes its window."
+    )
+    num_steps: int = delegated("_job.steps", "Micro-batches per step.", settable=False)
+    sync_with_dataloader: bool = delegated(
+        "_job.sync_with_dataloader",
+        "Whether the last batch of a loader closes a window.",
+        settable=False,
+    )
 
     @property
     def active_dataloader(self) -> Any:

@@ -26,7 +26,7 @@ from syncprims.training.checkpoints import (
     load_state,
     save_state,
 )
-from syncprims.training.checkpoints.coordination import Team, coordinate, directory_path
+from syncprims.training.checkpoints.coordination import coordinate, directory_path, meet
 from syncprims.training.checkpoints.integrity import refusal
 from syncprims.training.checkpoints.states import MANIFEST, read_manifest
 from syncprims.training.rng import restore_cpu
@@ -71,7 +71,7 @@ def load_alone(
     """
     path = directory_path(directory)
     doing = f"load_state from {path}"
-    Team.meet(doing, path)  # each rank has saved before
+    meet(doing, path)  # each rank has saved before
 
     def saved() -> tuple[int, int | None]:
         state = read_manifest(path)
@@ -107,8 +107,8 @@ def load_alone(
 def _warn(path: str, ranks: list[int], why: str) -> None:
     if is_main():
         filesystem.LOG.warning(
-            "%s has no random numbers and no loader positions of ranks %s, because %s: these ranks "
-            "go on with their own", path, ranks, why,
+            "%s has no random numbers and no windows of ranks %s, because %s: these ranks go on "
+            "with their own", path, ranks, why,
         )  # fmt: skip
 
 
@@ -118,7 +118,6 @@ def _part(path: str, rank: int) -> str:
 
 # -- what Accelerate has saved, read without running code -----------------------------------------
 
-_MARKS = ("model.safetensors", "pytorch_model.bin", "optimizer.bin", "random_states_0.pkl")
 #: What a state of numpy's generator is made of, in files of torch.
 _NUMPY: Any = [
     np.ndarray,
@@ -126,6 +125,7 @@ _NUMPY: Any = [
     type(np.dtype(np.uint32)),
     getattr(np, "_core", getattr(np, "core", None)).multiarray._reconstruct,  # type: ignore[union-attr]
 ]
+_MARKS = ("model.safetensors", "pytorch_model.bin", "optimizer.bin", "random_states_0.pkl")
 
 
 def is_by_accelerate(directory: StateFiles) -> bool:
@@ -138,53 +138,37 @@ def is_by_accelerate(directory: StateFiles) -> bool:
 
 
 def load_accelerate_state(
-    directory: StateFiles,
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Stateful],
-    schedules: Sequence[Stateful],
-    registered: Mapping[str, Stateful],
-    scaler: Any = None,
+    directory: StateFiles, models: Sequence[nn.Module], objects: Mapping[str, Stateful]
 ) -> None:
-    """Load a state that Accelerate has saved. Collective.
+    """Load a state that Accelerate has saved; `objects` are those of its other files. Collective.
 
-    Each rank reads the files, and its own random states. What is missing of the random states, or
-    cannot be read without running code, is logged and left as it is. The order of data follows from
-    a seed here: ``sampler.bin`` is not read.
+    Random states that are missing, or cannot be read without running code, are logged and left as
+    they are. The order of data follows from a seed here: ``sampler.bin`` is not read.
 
-    :raises CheckpointError: on all ranks, naming the file, if one of another object is missing, or
-        cannot be read. Objects before it have been loaded.
+    :raises CheckpointError: on all ranks, naming the file, if one is missing, or cannot be read
+        without running code. Objects before it have been loaded.
     """
     path = directory_path(directory)
     doing = f"load_state from {path}"
-    Team.meet(doing)
-    by_kind = {"optimizer{}.bin": optimizers, "scheduler{}.bin": schedules}
-    files = {"scaler.pt": scaler} if scaler is not None else {}
-    for kind, objects in by_kind.items():
-        files |= {kind.format(_number(i)): obj for i, obj in enumerate(objects)}
-    files |= {f"custom_checkpoint_{i}.pkl": obj for i, obj in enumerate(registered.values())}
+    meet(doing)
 
     def read() -> None:
         for i, model in enumerate(models):
-            file = f"{path}/model{_number(i)}.safetensors"
-            older = f"{path}/pytorch_model{_number(i)}.bin"
+            file = f"{path}/model{number_suffix(i)}.safetensors"
+            older = f"{path}/pytorch_model{number_suffix(i)}.bin"
             load_checkpoint_in_model(model, file if filesystem.exists(file) else older)
-        for name, obj in files.items():
+        for name, obj in objects.items():
             obj.load_state_dict(_read(f"{path}/{name}"))
-        _restore_random_states(f"{path}/random_states_{get_rank()}.pkl")
+        try:
+            _restore_random_states(_read(f"{path}/random_states_{get_rank()}.pkl"))
+        except (CheckpointError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            filesystem.LOG.warning("random numbers are left as they are: %s", error)
 
     coordinate(doing, read, lambda _: None)
 
 
-def _number(index: int) -> str:
-    """Return what Accelerate appends to the names of all files but the first."""
-    return f"_{index}" if index else ""
-
-
 def _read(path: str) -> Any:
-    """Return what is in one of torch's files. No code in it is run.
-
-    :raises CheckpointError: if it cannot be read, or needs code.
-    """
+    """Return what is in one of torch's files. No code in it is run."""
     try:
         with torch.serialization.safe_globals(_NUMPY):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -193,13 +177,14 @@ def _read(path: str) -> Any:
         raise refusal(path, "not readable", "tensors and plain data, no code", first) from error
 
 
-def _restore_random_states(path: str) -> None:
-    try:
-        states = _read(path)
-        version, words, gauss = states["random_state"]
-        python = (version, tuple(words), gauss)
-        restore_cpu((python, states["numpy_random_seed"], states["torch_manual_seed"]))
-        if torch.cuda.is_available() and "torch_cuda_manual_seed" in states:
-            torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
-    except (CheckpointError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        filesystem.LOG.warning("random numbers are left as they are: %s", error)
+def _restore_random_states(states: dict[str, Any]) -> None:
+    version, words, gauss = states["random_state"]
+    python = (version, tuple(words), gauss)
+    restore_cpu((python, states["numpy_random_seed"], states["torch_manual_seed"]))
+    if torch.cuda.is_available() and "torch_cuda_manual_seed" in states:
+        torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
+
+
+def number_suffix(index: int) -> str:
+    """Return what Accelerate appends to the names of all files but the first."""
+    return f"_{index}" if index else ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 import torch
 
 from syncprims._data import values
-from syncprims._data.arrays import empty_array, flat, raw
+from syncprims._data.arrays import empty_array, raw
 from syncprims._data.limits import LARGE
 from syncprims._data.plane import DataPlane
 from syncprims._data.reduction import combine
@@ -22,7 +22,7 @@ from syncprims.interface import Mark, Note
 
 from .group_world import GroupWorld, join_group_world
 from .point_to_point import PointToPoint
-from .tensors import OutputTensors, describe, items_of, nothing
+from .tensors import OutputTensors, describe, items_in, items_of, nothing
 from .torch_internals import (
     BETWEEN,
     NAME,
@@ -82,7 +82,6 @@ class _Options(NamedTuple):
     """What a call says beside its tensors."""
 
     op: str  #: the name of a reduction
-    factor: Any  #: of a pre-multiplied sum
     root: Any  #: a group rank
     limit: float | None  #: seconds
 
@@ -268,17 +267,16 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Read what c10d gives: objects with options, or single values, in any order."""
         op = root = timeout = None
         for value in given:
-            if isinstance(value, timedelta):
+            if (limit := getattr(value, "timeout", None)) is not None:
+                op, root = getattr(value, "reduceOp", op), getattr(value, "rootRank", root)
+                timeout = timeout or limit
+            elif isinstance(value, timedelta):
                 timeout = value
             elif isinstance(value, int):
                 root = value
-            elif (limit := getattr(value, "timeout", None)) is not None:
-                op, root = getattr(value, "reduceOp", op), getattr(value, "rootRank", root)
-                timeout = timeout or limit
             elif value is not None:
                 op = value
-        name, factor = ("sum", None) if op is None else reduction_of(op)
-        return _Options(name, factor, root, self._limit(timeout))
+        return _Options("sum" if op is None else reduction_of(op), root, self._limit(timeout))
 
     def _note(
         self, kind: str, what: str | None = None, root: int | None = None, op: str | None = None
@@ -333,8 +331,6 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Return the reduction that keeps the dtype of `tensor`, as c10d does."""
         if op in ("band", "bor", "bxor") and (tensor.is_floating_point() or tensor.is_complex()):
             self._refuse(note, "it works on the bits of integers and bools; give tensors of those")
-        if op == "premul_sum":
-            return "sum"
         if tensor.dtype is torch.bool:
             return {"sum": "bor", "prod": "band"}.get(op, op)
         whole = not (tensor.is_floating_point() or tensor.is_complex())
@@ -351,11 +347,14 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- collectives ----------------------------------------------------------------------------
 
-    @_recorded("barrier")
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return when every member has come."""
         given = getattr(opts, "timeout", opts) if timeout is None else timeout
-        self._rounds.meet(self._note("barrier"), self._limit(given))
+        try:
+            self._rounds.meet(self._note("barrier"), self._limit(given))
+        except SyncError as error:
+            make_backend_error(error)
+            raise
         return finished_work()
 
     @_recorded("monitored_barrier")
@@ -383,8 +382,6 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             what = ("sparse " if tensor.is_sparse else "") + describe([tensor])
             note = self._note(kind, what, root, options.op)
             plain = tensor.detach()
-            if options.factor is not None:
-                plain = plain * options.factor
             op = self._op_for(note, options.op, tensor)
             if tensor.is_sparse:
                 plain = plain.coalesce()
@@ -466,15 +463,23 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Fill the output with the input that the root has for this rank."""
         (output,) = _listed(outputs)
         note = self._note("scatter", describe([output]), options.root)
-        rooms, parts = [[nothing()] * len(self._ranks) for _ in range(2)]
+        parts: list[Any] = []
         if options.root == self._me:
             given = _nested(inputs)
             self._check(note, output, given)
-            parts = [items_of(one) for one in given]
-        with OutputTensors(output) as (rooms[options.root],):
-            sizes = [[0] * len(parts)] * len(parts)
-            sizes[self._index_of[options.root]] = [rooms[options.root].nbytes] * len(parts)
-            self._exchange(note, options, parts, rooms, sizes)
+            parts = [items_of(part) for part in given]
+        count, src = len(self._ranks), self._index_of[options.root]
+        with OutputTensors(output) as (room,):
+            size = room.nbytes
+
+            def read(notes: Sequence[Note]) -> None:
+                raw(room)[:] = notes[src].payload[self._me * size : (self._me + 1) * size]
+
+            if not self._meet_small(note, options, size * count, parts, read):
+                rooms = [nothing()] * count
+                rooms[options.root] = room
+                sizes = [[size if i == src else 0] * count for i in range(count)]
+                self._transfer(note, options, parts or [nothing()] * count, rooms, sizes)
 
     @_collective("reduce_scatter", 2, 1)
     def reduce_scatter(self, options: _Options, outputs: Any, inputs: Any) -> None:
@@ -498,13 +503,72 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, note: Note, options: _Options, output: torch.Tensor, parts: list[Any]
     ) -> None:
         op, own = self._op_for(note, options.op, output), parts[self._me]
-        if options.factor is not None:
-            parts = [part * options.factor for part in parts]
-        rooms = list(empty_array(own, (len(parts), len(own)), own.dtype))
-        sizes = [self._by_index([part.nbytes for part in parts])] * len(parts)
-        self._exchange(note, options, parts, rooms, sizes)
+        sizes = [part.nbytes for part in parts]
+        begin = sum(sizes[: self._me])
         with OutputTensors(output) as (out,):
-            combine(self._by_index(rooms), op, out)
+
+            def read(notes: Sequence[Note]) -> None:
+                if len(own):
+                    combine([items_in(each.payload, own, begin) for each in notes], op, out)
+
+            if not self._meet_small(note, options, sum(sizes), parts, read):
+                rooms = list(empty_array(own, (len(parts), len(own)), own.dtype))
+                self._transfer(note, options, parts, rooms, [self._by_index(sizes)] * len(parts))
+                combine(self._by_index(rooms), op, out)
+
+    def _meet_small(
+        self,
+        note: Note,
+        options: _Options,
+        size: int,
+        parts: Sequence[Any],
+        read: Callable[[Sequence[Note]], None],
+    ) -> bool:
+        """Send `parts` in the notes of one round, which ``read(notes)`` reads, if they are small.
+
+        The bytes that decide, `size`, are the same on all members.
+        """
+        if size >= LARGE and self._transport(note) is not None:
+            return False
+        payload = b"".join(map(raw, parts))
+        posted = Note(note.label, payload=payload) if payload else note
+        self._rounds.meet(posted, options.limit, read)
+        return True
+
+    def _transport(self, note: Note) -> Any:
+        """Return what carries arrays; if there is no space for it, the others get a `PeerFailed`.
+
+        All members have one, or none has.
+        """
+        try:
+            return DataPlane.of(self._rounds).transport()
+        except BaseException as error:
+            self._rounds.fail(note.label, error)
+            raise
+
+    def _transfer(
+        self,
+        note: Note,
+        options: _Options,
+        parts: Sequence[Any],
+        rooms: Sequence[Any],
+        sizes: Sequence[Sequence[int]],
+    ) -> None:
+        """Fill ``rooms[rank]`` with the part that the group rank has for this one.
+
+        All members know the sizes: ``sizes[i]`` are the bytes of those of member i of the board.
+        """
+        transport, parts, rooms = (
+            self._transport(note),
+            self._by_index(parts),
+            self._by_index(rooms),
+        )
+        RoundSequence.run(
+            self._rounds,
+            note,
+            options.limit,
+            lambda one: transport.exchange(one, parts, rooms, sizes),
+        )
 
     # -- all-to-all -----------------------------------------------------------------------------
 
@@ -539,57 +603,35 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._exchange(note, options, [items_of(one) for one in inputs], rooms)
 
     def _exchange(
-        self,
-        note: Note,
-        options: _Options,
-        parts: Sequence[Any],
-        rooms: Sequence[Any],
-        known: Sequence[Sequence[int]] | None = None,
+        self, note: Note, options: _Options, parts: Sequence[Any], rooms: Sequence[Any]
     ) -> None:
         """Fill ``rooms[rank]``, contiguous, with the part that the group rank has for this one.
 
-        Small parts travel in the notes of one round. Larger ones go through the transport. If the
-        label says how large all parts are, ``known[i]`` are the bytes of those of member i of the
-        board. Otherwise each member sends the sizes of its own.
+        Each member sends the sizes of its parts and rooms in a note, and with them small parts.
+        Larger ones go through the transport.
 
         :raises RankMismatch: on all members, if a part does not fit into its room.
         """
-        rounds, limit = self._rounds, options.limit
+        rounds, transport = self._rounds, self._transport(note)
         parts, rooms = self._by_index(parts), self._by_index(rooms)
         count, me = len(parts), rounds.members.index(rounds.rank)
-        form, begins = ("", 0) if known else (f"<{2 * count}Q", 16 * count)
-        own_sizes = () if known else [array.nbytes for array in (*parts, *rooms)]
-        try:
-            transport = DataPlane.of(rounds).transport()
-            most = max(map(sum, known)) if known else sum(own_sizes[:count])
-            in_note = transport is None or most < LARGE
-            sent = [raw(flat(part)) for part in parts] if in_note else []
-            mark = Mark.INLINE if in_note else Mark.NONE
-            payload = b"".join([struct.pack(form, *own_sizes), *sent])
-            posted = Note(note.label, mark, payload) if payload else note
-        except BaseException as error:
-            rounds.fail(note.label, error)
-            raise
+        form, own_sizes = f"<{2 * count}Q", [array.nbytes for array in (*parts, *rooms)]
+        in_note = transport is None or sum(own_sizes[:count]) < LARGE
+        payload = b"".join([struct.pack(form, *own_sizes), *map(raw, parts if in_note else ())])
 
         def read(notes: Sequence[Note]) -> None:
-            sizes = known or [struct.unpack_from(form, other.payload) for other in notes]
-            if not known:
-                self._check_sizes(note, sizes)
-            if known or transport is None or all(other.mark for other in notes):
+            sizes = [struct.unpack_from(form, other.payload) for other in notes]
+            self._check_sizes(note, sizes)
+            if all(other.mark for other in notes):
                 for other, row, room in zip(notes, sizes, rooms, strict=True):
-                    if row[me]:
-                        begin = begins + sum(row[:me])
-                        raw(flat(room))[:] = other.payload[begin : begin + row[me]]
+                    begin = 16 * count + sum(row[:me])
+                    raw(room)[:] = other.payload[begin : begin + row[me]]
             else:
-                sequence = RoundSequence(rounds, note, limit)
+                sequence = RoundSequence(rounds, note, options.limit)
                 transport.exchange(sequence, parts, rooms, [row[:count] for row in sizes])
 
-        if known and transport is not None and not in_note:
-            RoundSequence.run(
-                rounds, note, limit, lambda one: transport.exchange(one, parts, rooms, known)
-            )
-        else:
-            rounds.meet(posted, limit, read)
+        mark = Mark.INLINE if in_note else Mark.NONE
+        rounds.meet(Note(note.label, mark, payload), options.limit, read)
 
     def _check_sizes(self, note: Note, sizes: Sequence[Sequence[int]]) -> None:
         """Accept parts that fit into their rooms.

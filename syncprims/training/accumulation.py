@@ -362,8 +362,6 @@ class AccumulationWindow:
         self.sync = False  #: it is closed, or closes with the current micro-batch: a step follows
         self.inside = False  #: the current code is in its block
         self.norm: torch.Tensor | None = None  #: of the last clipped gradients
-        #: what steps between windows have taken out of ``.grad``: other losses will write there
-        self.held: dict[torch.Tensor, torch.Tensor | None] = {}
         self._accumulator = accumulator
         self._serial = 0  # of the latest batch that it has seen
         self._driver: Cursor | None = None  # the loader whose last batch closes it
@@ -514,7 +512,6 @@ class AccumulationWindow:
         if factor == 1.0 or (self._accumulator.divide_by_steps and not self._weighted):
             return  # each loss has been divided
         there = [p.grad for p in self.parameters if p.grad is not None] if self.passes else []
-        there += [gradient for gradient in self.held.values() if gradient is not None]
         if there:
             torch._foreach_mul_(there, factor)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -553,48 +550,20 @@ class AccumulationWindow:
         is_new = self.passes > 0 and self.period is not stepped
         return is_new and (not self.sync or self.count > 1)
 
-    # -- between windows ------------------------------------------------------------------------
-
-    def hold(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Move gradients out of ``.grad``: other optimizers' losses will write there."""
-        for p in parameters:
-            before = self.held.get(p)
-            if before is None:
-                self.held[p] = p.grad
-            elif p.grad is not None:
-                before.add_(p.grad)
-            p.grad = None
-
-    def restore(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Put held gradients back, in place of what other losses have left."""
-        for p in parameters:
-            if p in self.held:
-                p.grad = self.held.pop(p)
-
-    def add_held(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Add held gradients, averaged, which the last backward pass did not do. Collective."""
-        held = [p for p in parameters if p in self.held]
-        now = [p.grad for p in held]
-        self.restore(held)
-        average_gradients(p for p in held if isinstance(p, nn.Parameter))
-        for p, gradient in zip(held, now, strict=True):
-            if gradient is not None:
-                p.grad = gradient if p.grad is None else p.grad.add_(gradient)
-
     # -- saving ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts and this rank's gradients of a window that is not full."""
         if self.sync or not self.count:
             return dict(_FULL)
-        numbers: dict[torch.Tensor, str] = {p: str(i) for i, p in enumerate(self.parameters)}
         return {
             "count": self.count,
             "passes": self.passes,
             "weighted": self._weighted,
             "items": self._items,
-            "gradients": {n: _saved(p.grad) for p, n in numbers.items() if p.grad is not None},
-            "held": {numbers[p]: _saved(g) for p, g in self.held.items() if p in numbers},
+            "gradients": {
+                str(i): _saved(p.grad) for i, p in enumerate(self.parameters) if p.grad is not None
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -607,31 +576,27 @@ class AccumulationWindow:
         for number, gradient in state["gradients"].items():
             p = parameters[int(number)]
             p.grad = _restored(gradient, p)
-        held = {parameters[int(number)]: gradient for number, gradient in state["held"].items()}
-        self.held = {p: _restored(gradient, p) for p, gradient in held.items()}
 
 
 #: The state of a window that is full, or that no block has entered.
 _FULL: dict[str, Any] = {
-    "count": 0, "passes": 0, "weighted": None, "items": 0.0, "gradients": {}, "held": {},
+    "count": 0, "passes": 0, "weighted": None, "items": 0.0, "gradients": {},
 }  # fmt: skip
 
 
-def _saved(gradient: torch.Tensor | None) -> Any:
+def _saved(gradient: torch.Tensor) -> Any:
     """Return a copy of a gradient that a state can hold; of a sparse one, its parts."""
-    if gradient is None:
-        return None
     gradient = gradient.detach()
     if not gradient.is_sparse:
         return gradient.clone()
     return {"indices": gradient._indices().clone(), "values": gradient._values().clone()}
 
 
-def _restored(saved: Any, parameter: torch.Tensor) -> torch.Tensor | None:
+def _restored(saved: Any, parameter: torch.Tensor) -> torch.Tensor:
     """Return a copy of the gradient of `parameter` that :func:`_saved` has returned."""
     device = parameter.device
-    if saved is None or isinstance(saved, torch.Tensor):
-        return saved if saved is None else saved.to(device, copy=True)
+    if isinstance(saved, torch.Tensor):
+        return saved.to(device, copy=True)
     indices, values = (saved[name].to(device, copy=True) for name in ("indices", "values"))
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
 

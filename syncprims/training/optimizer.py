@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,16 +15,15 @@ from .accumulation import AccumulationWindow, Accumulator, parameters_of
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # pyright: ignore[reportPrivateUsage]
 
 
-def _of_optimizer(name: str) -> Any:
-    """Return a property that is the wrapped optimizer's, also when it is set."""
+def delegated(path: str, meaning: str = "", *, settable: bool = True) -> Any:
+    """Return a property that is an attribute of another object, such as ``optimizer.state``."""
+    owner, _, name = path.rpartition(".")
+    find_owner = operator.attrgetter(owner)
 
-    def read(prepared: PreparedOptimizer) -> Any:
-        return getattr(prepared.optimizer, name)
+    def write(instance: Any, value: Any) -> None:
+        setattr(find_owner(instance), name, value)
 
-    def write(prepared: PreparedOptimizer, value: Any) -> None:
-        setattr(prepared.optimizer, name, value)
-
-    return property(read, write)
+    return property(operator.attrgetter(path), write if settable else None, doc=meaning)
 
 
 class PreparedOptimizer(Optimizer):
@@ -54,13 +54,13 @@ class PreparedOptimizer(Optimizer):
         """Forget what is known of the gradients: others have taken their place."""
         self._used = False  # a step has used the gradients
         self._stepped: object = None  # the period of the window of the last step
-        self._ready = False  # the gradients are unscaled, and whole
+        self._ready = False  # the gradients are unscaled
 
     # -- the optimizer's own ------------------------------------------------------------------
 
-    state = _of_optimizer("state")
-    param_groups = _of_optimizer("param_groups")
-    defaults = _of_optimizer("defaults")
+    state = delegated("optimizer.state")
+    param_groups = delegated("optimizer.param_groups")
+    defaults = delegated("optimizer.defaults")
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set yet: the object is being copied
@@ -124,12 +124,9 @@ class PreparedOptimizer(Optimizer):
         """
         window = self._window()
         if window is not None and not window.sync:
-            if len(self._accumulator.optimizers) > 1:
-                window.hold(parameters_of(self.optimizer))
             return None
         scaled = self._precision.scaler is not None
-        if scaled or (window is not None and window.held):
-            self.unscale_gradients()
+        self.unscale_gradients()
         result = None
         self.step_was_skipped = False
         if not scaled:
@@ -148,14 +145,9 @@ class PreparedOptimizer(Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients that a step has used; those that wait for a step stay.
-
-        Before this optimizer's own backward, it also drops what other losses have left in them
-        since its last `step`.
-        """
+        """Clear the gradients that a step has used; those that wait for a step stay."""
         window = self._window()
         if window is not None and not self._used and window.waits_for(self._stepped):
-            window.restore(parameters_of(self.optimizer))
             return
         if set_to_none and self._plain and not _is_profiled():
             # As torch does, without its profiler's mark, which takes longer than all the rest.
@@ -165,21 +157,13 @@ class PreparedOptimizer(Optimizer):
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
         self._used = self._ready = False
-        if window is not None and window.held:
-            for p in parameters_of(self.optimizer):
-                window.held.pop(p, None)
 
     def unscale_gradients(self) -> None:
-        """Leave in ``.grad`` what the step will use: whole and unscaled. Acts once per step."""
-        if self._ready:
+        """Leave in ``.grad`` what the step will use, without the loss scale. Acts once per step."""
+        scaler = self._precision.scaler
+        if scaler is None or self._ready:
             return
         self._ready = True
-        window = self._window()
-        if window is not None and window.held:
-            window.add_held(parameters_of(self.optimizer))
-        scaler = self._precision.scaler
-        if scaler is None:
-            return
         there = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
         if there:
             if self._precision.has_stepped(self._recorder):  # in this window: its factor is used
@@ -190,27 +174,26 @@ class PreparedOptimizer(Optimizer):
             scaler.unscale_(self._recorder)
 
 
-class _StepRecorder(Optimizer):
+class _StepRecorder:
     """The optimizer that a scaler steps: it records the call.
 
     It hides from the scaler whether the kernels are fused: those could skip a step unseen.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        # Not Optimizer.__init__: there is one already.
         self._optimizer = optimizer
         self.called = False
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self) -> Any:
         self.called = True
         return self._optimizer.step()
 
 
-class PreparedScheduler(LRScheduler):
+class PreparedScheduler:
     """Wraps a schedule: `step` does nothing if its optimizer did not step.
 
     That is so between windows, and after a step that was skipped for an overflow. It advances by
@@ -228,7 +211,6 @@ class PreparedScheduler(LRScheduler):
         follow: bool = True,
         to_end: bool = False,
     ) -> None:
-        # Not LRScheduler.__init__: the schedule has begun already.
         self.scheduler: LRScheduler = scheduler  # or an object with the same methods
         self._optimizers = optimizers
         self._advance = advance
@@ -278,19 +260,3 @@ class PreparedScheduler(LRScheduler):
             if optimizer.optimizer is own:
                 return optimizer
         return self._optimizers[0] if own is None and len(self._optimizers) == 1 else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's state."""
-        return self.scheduler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the schedule's state."""
-        self.scheduler.load_state_dict(state_dict)
-
-    def get_last_lr(self) -> list[float]:  # type: ignore[override]
-        """Return the learning rates that the last step has set."""
-        return list[Any](self.scheduler.get_last_lr())
-
-    def get_lr(self) -> list[float]:  # type: ignore[override]
-        """Return the learning rates of the next step."""
-        return list[Any](self.scheduler.get_lr())

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from syncprims import ConfigurationError, current
 
@@ -78,13 +77,13 @@ class Precision:
             model.forward = _AutocastForward(model, options)
         return model
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Any) -> None:
         """Step `optimizer`, unless its gradients overflowed; :meth:`update_scaler` must follow."""
         assert self.scaler is not None
         self.scaler.step(optimizer)
         self._stepped.add(id(optimizer))
 
-    def has_stepped(self, optimizer: Optimizer) -> bool:
+    def has_stepped(self, optimizer: Any) -> bool:
         """Return whether `optimizer` has stepped since the scaler was last updated."""
         return id(optimizer) in self._stepped
 

@@ -272,6 +272,12 @@ class _Pair:
     def loss_g(self, z: torch.Tensor) -> Any:
         return -self.d(self.g(z)).square().mean()
 
+    def backward_g(self, z: torch.Tensor) -> None:
+        """As in loops of adversaries that accumulate: this loss leaves nothing in the other."""
+        self.d.requires_grad_(False)
+        self.accumulator.backward(self.loss_g(z))
+        self.d.requires_grad_(True)
+
 
 def _noise(step: int, rank: int) -> torch.Tensor:
     made = torch.Generator().manual_seed(100 * step + rank)
@@ -289,7 +295,7 @@ def _adversaries(pair: _Pair, together: bool, steps: range = range(6)) -> None:
                 accumulator.backward(pair.loss_d(z))
                 pair.opt_d.step()
                 pair.opt_g.zero_grad()
-                accumulator.backward(pair.loss_g(z))
+                pair.backward_g(z)
                 pair.opt_g.step()
             continue
         with accumulator.accumulate(pair.d):
@@ -298,7 +304,7 @@ def _adversaries(pair: _Pair, together: bool, steps: range = range(6)) -> None:
             pair.opt_d.step()
         with accumulator.accumulate(pair.g):
             pair.opt_g.zero_grad()
-            accumulator.backward(pair.loss_g(z))
+            pair.backward_g(z)
             pair.opt_g.step()
 
 

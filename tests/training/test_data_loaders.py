@@ -36,7 +36,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import syncprims
-from syncprims.testing import run_world
+from syncprims.testing import Kill, run_world
 from syncprims.training import (
     load_state,
     prepare_data_loader,
@@ -217,36 +217,6 @@ def test_metrics_of_items_without_batches_are_gathered_whole(world: Ranks) -> No
     whole = [row for table in tables() for row in table.tolist()]
     wanted = [whole, [2.0, 12.0, 22.0], [str(row) for row in whole]]
     assert world.run(program) == [wanted * 2] * world.ranks
-
-
-class Range(IterableDataset[int]):
-    def __init__(self, start: int, end: int) -> None:
-        self.start, self.end = start, end
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.start, self.end))
-
-
-def split_range(worker: int) -> None:
-    """Give this worker a part of the dataset, as torch's own documentation does."""
-    info: Any = get_worker_info()
-    data = info.dataset
-    each = (data.end - data.start) // info.num_workers
-    data.start += worker * each
-    data.end = data.start + each
-
-
-@in_pairs
-def test_a_worker_splits_the_stream_that_it_finds(world: Ranks) -> None:
-    def program() -> list[int]:
-        plain: Any = DataLoader(
-            Range(0, 16), batch_size=2, num_workers=2, worker_init_fn=split_range
-        )
-        return [int(x) for batch in prepare_data_loader(plain) for x in batch]
-
-    dealt = world.run(program)
-    assert all(len(own) == 8 for own in dealt)
-    assert sorted(x for own in dealt for x in own) == list(range(16))
 
 
 @everywhere
@@ -628,12 +598,29 @@ def test_the_rest_of_an_epoch_is_shared_by_any_number_of_ranks(way: str, tmp_pat
     assert sorted(seen) == list(range(total))
 
 
-class Change(NamedTuple):
-    """As `reform` returns it."""
+def test_a_job_shares_the_rest_of_an_epoch_too(tmp_path: Path) -> None:
+    def part(ranks: int) -> list[int]:
+        def program() -> list[int]:
+            job, seen = new_job(stateful=True), list[int]()
+            loader = job.prepare(feed(range(40), batch_size=2, shuffle=True))
+            if ranks == 2:
+                job.load_state(tmp_path)
+            for count, batch in enumerate(loader, 1):
+                seen += batch.tolist()
+                if ranks == 4 and count == 2:
+                    job.save_state(tmp_path)
+                    break
+            return seen
 
-    members: tuple[int | None, ...]
-    rank_before: int | None
-    furthest: int
+        return [x for own in run_world(program, ranks) for x in own]
+
+    assert sorted(part(4) + part(2)) == list(range(40))
+
+
+def change_to(members: tuple[int | None, ...], furthest: int) -> syncprims.Change:
+    """Return what `reform` would return on this rank."""
+    before = members[syncprims.get_rank()]
+    return syncprims.Change(1, members, (), (), before, furthest, (0,) * len(members))
 
 
 def resharded(way: str, before: int, after: int, keep: Any, *, leave: bool) -> list[list[int]]:
@@ -661,7 +648,7 @@ def resharded(way: str, before: int, after: int, keep: Any, *, leave: bool) -> l
     def go_on() -> list[int]:
         rank = syncprims.get_rank()
         members = tuple(r if r < before else None for r in range(after))
-        change = Change(members, members[rank], min(1, after - 1))
+        change = change_to(members, min(1, after - 1))
         loader: Any = loaders[rank] if rank < before else loader_of(way, seed=7)
         loader, batches = loader if isinstance(loader, tuple) else (loader, None)
         loader.reshard(change, keep=keep)
@@ -689,6 +676,27 @@ def test_a_loader_deals_the_rest_of_its_epoch_to_those_that_are_left(way: str, l
         assert sorted(x for part in parts for x in part) == list(range(total)), (after, keep)
 
 
+@pytest.mark.parametrize("way", ["dealt", "sent", "stream"])
+@pytest.mark.parametrize("at", [3, 5])
+def test_survivors_deal_the_rest_of_the_epoch(way: str, at: int) -> None:
+    done: dict[int, list[int]] = {}
+
+    def program() -> None:
+        loader = loader_of(way, 40)
+        mine = done.setdefault(syncprims.get_rank(), [])
+        while loader.state_dict()["epoch"] == 0:
+            try:
+                for batch in loader:
+                    syncprims.barrier()  # the step
+                    mine.extend(batch.tolist())
+            except (syncprims.PeerLost, syncprims.PeerFailed):
+                loader.reshard(syncprims.reform())
+
+    run_world(program, 4, faults=[Kill(2, at=at)])
+    seen = [x for rank, own in done.items() for x in own]
+    assert sorted(seen) == list(range(40))
+
+
 def test_the_furthest_rank_says_where_the_rest_begins() -> None:
     loaders: dict[int, Any] = {}
 
@@ -701,7 +709,7 @@ def test_the_furthest_rank_says_where_the_rest_begins() -> None:
 
     def go_on(epoch: int) -> list[int]:
         loader = loaders[syncprims.get_rank()]
-        loader.reshard(Change((0, 1), syncprims.get_rank(), 1))
+        loader.reshard(change_to((0, 1), 1))
         assert loader.state_dict()["epoch"] == epoch
         return [x for batch in loader for x in batch.tolist()]
 
@@ -714,11 +722,11 @@ def test_the_furthest_rank_says_where_the_rest_begins() -> None:
 
 def test_what_a_loader_cannot_deal_again_is_refused() -> None:
     def program() -> None:
-        change = Change((0, 1, 2), syncprims.get_rank(), 0)
+        change = change_to((0, 1, 2), 0)
         with pytest.raises(RuntimeError, match="use_stateful_dataloader"):
             prepare_data_loader(feed(range(8), shuffle=True), order="torch").reshard(change)
         place = {"num_replicas": 3, "rank": syncprims.get_rank()}
-        sampler = DistributedSampler(range(12), seed=3, **place)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        sampler: Any = DistributedSampler(range(12), seed=3, **place)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         loader = prepare_data_loader(feed(range(12), sampler=sampler))
         with pytest.raises(ValueError, match="DistributedSampler"):
             loader.reshard(change)
@@ -795,8 +803,8 @@ def test_metrics_of_workers_that_end_apart_have_no_padding(world: Ranks) -> None
 @in_pairs
 def test_what_cannot_be_dealt_is_refused(world: Ranks) -> None:
     def program() -> int:
-        with pytest.raises(TypeError, match="this is a list"):
-            prepare_data_loader([1, 2])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        with pytest.raises(TypeError, match="prepare a loader before you skip"):
+            prepare_data_loader(skip_first_batches(feed([1, 2]), 1))
         with pytest.raises(ValueError, match="in_order=False lets 2 workers"):
             prepare_data_loader(DataLoader(Stream(4), num_workers=2, in_order=False))
         one: Any = DataLoader(Stream(4), num_workers=1, in_order=False)
@@ -834,24 +842,6 @@ def test_batches_are_moved_wherever_their_tensors_are() -> None:
     assert [one.device.type for one in moved] == ["meta"] * 6
     assert named["words"].batch_sizes.device.type == "cpu"
     assert (type(edge), kind, type(pair), pair.word) == (Edge, Graph, Pair, "a")
-
-
-@everywhere
-def test_what_is_left_of_a_loader_can_be_prepared(world: Ranks) -> None:
-    def program() -> list[Any]:
-        found: list[Any] = []
-        for data in (list(range(24)), Sized(24)):
-            rest = skip_first_batches(feed(data, batch_size=2), 4)
-            assert len(rest) == 8
-            found.append(items(list(prepare_data_loader(rest))))
-        single = skip_first_batches(feed(list(range(24)), batch_size=None), 16)
-        found.append(list(prepare_data_loader(single)))
-        return found
-
-    for rank, (mapped, streamed, single) in enumerate(world.run(program)):
-        wanted = [[i, i + 1] for i in range(8 + 2 * rank, 24, 2 * world.ranks)]
-        assert mapped == streamed == wanted
-        assert single == list(range(16 + rank, 24, world.ranks))
 
 
 @everywhere

@@ -31,7 +31,7 @@ from .safetensors_file import in_huge_pages
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .commit import FilePlan, Save
+    from .commit import Save
 
 _KEY = "training.saving"  # of the save in progress, among the world's extras
 _WAIT = "Saving.wait"  # the call under whose name ranks wait for each other
@@ -45,30 +45,30 @@ def start_save(save: Save, lock: contextlib.ExitStack) -> Saving:
     """
     extras = current().extras
 
-    def copy() -> list[FilePlan]:
-        if save.team.leads:
+    def copy() -> None:
+        if save.leads:
             filesystem.write_small(save.report_path(0), b"")
         own = save.each_own_file(lambda _, tensors: _copy_to_host(tensors))
-        return [file._replace(tensors=own.get(file.name, {})) for file in save.files]
+        save.files = [file._replace(tensors=own.get(file.name, {})) for file in save.files]
 
     def clean_up() -> None:
-        if save.team.leads and not is_saving(extras):
+        if save.leads and not is_saving(extras):
             save.abandon()
 
     with cleanup_on_error(save.doing, clean_up):
-        copied, _ = coordinate(save.doing, copy, lambda _: None)
-        saving = extras[_KEY] = _BackgroundSaving(save._replace(files=copied))
+        coordinate(save.doing, copy)
+        saving = extras[_KEY] = _BackgroundSaving(save)
         saving.start(lock)
     return saving
 
 
 def finish_earlier() -> None:
-    """Wait for the save in progress, if there is one.
+    """Wait for the save in progress, if there is one; one of ranks before a `reform` is given up.
 
     :raises CheckpointError: if it has failed.
     """
     earlier = current().extras.get(_KEY)
-    if isinstance(earlier, Saving):
+    if isinstance(earlier, _BackgroundSaving) and not earlier.give_up():
         earlier.wait()
 
 
@@ -106,6 +106,7 @@ class _BackgroundSaving(Saving):
         super().__init__(save.place.path)
         self._save = save
         self._group = get_active_group()  # wait() uses it, wherever it is called
+        self._epoch = current().epoch
         self._written: Future[Any] = Future()
         self._committed: Future[None] = Future()
         self._cancelled = threading.Event()
@@ -137,12 +138,26 @@ class _BackgroundSaving(Saving):
         extras, doing = current().extras, self._save.doing
         if extras.get(_KEY) is not self:
             return  # an earlier call has waited
+        if self.give_up():
+            raise CheckpointError(
+                f"{doing} was under way when a rank was lost, and counts as not made: save again",
+                path=self.path,
+            )
         del extras[_KEY]
         wait([self._written])
         with self._lock, self._group, cleanup_on_error(doing, self._cancel):
             coordinate(doing, self._written.result, call=_WAIT)
             self._join()
             coordinate(doing, self._committed.result, call=_WAIT)
+
+    def give_up(self) -> bool:
+        """Return whether the ranks of this save have changed since; then nothing is left of it."""
+        if self._epoch == current().epoch:
+            return False
+        del current().extras[_KEY]
+        with self._lock:
+            self._cancel()
+        return True
 
     def _cancel(self) -> None:
         self._cancelled.set()
@@ -174,7 +189,7 @@ class _BackgroundSaving(Saving):
         save = self._save
         if outcome.exception() is not None:
             save.remove_own_files()
-        if not save.team.leads:
+        if not save.leads:
             if outcome.exception() is not None and not _is_awaited(save):
                 return None  # the leading rank has failed, and removed what this one wrote to
             _report(save, message_of(outcome))
@@ -182,7 +197,7 @@ class _BackgroundSaving(Saving):
 
     def _commit(self, outcome: Future[Any]) -> None:
         save = self._save
-        if not save.team.leads:
+        if not save.leads:
             return
         try:
             reports = _collect_reports(save, message_of(outcome), self._cancelled)
@@ -205,7 +220,7 @@ def _report(save: Save, message: dict[str, Any]) -> None:
 
     If that has given up, nothing is left of the save, and the leading rank raises the reason.
     """
-    part, report = (save.report_path(save.team.number, suffix) for suffix in ("-part", ""))
+    part, report = (save.report_path(save.number, suffix) for suffix in ("-part", ""))
     try:
         filesystem.write_small(part, integrity.dump_sealed(message))
         filesystem.rename(part, report)
@@ -228,8 +243,8 @@ def _collect_reports(
 
     :raises CheckpointError: if the save is cancelled, or this program ended long ago.
     """
-    doing, ranks = save.doing, save.team.ranks
-    reports = {save.team.number: own}
+    doing, ranks = save.doing, save.ranks
+    reports = {save.number: own}
     pause, ended = 0.005, 0.0
     while True:
         for index in range(len(ranks)):

@@ -18,10 +18,10 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from syncprims import CheckpointError
+from syncprims import CheckpointError, get_rank
 
 from . import filesystem
-from .coordination import check_equal, cleanup_on_error, coordinate
+from .coordination import check_equal, cleanup_on_error, coordinate, meet
 from .integrity import digest, dump
 from .safetensors_file import byte_size, content_digest
 from .stateful import full_tensor, is_dtensor
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
     import torch
-
-    from .coordination import Team
 
     Tensors = dict[str, torch.Tensor]
     Digests = dict[str, str]  # of files, by name
@@ -179,20 +177,87 @@ def with_unused_names(files: list[FilePlan], place: Place) -> list[FilePlan]:
 # -- the save -------------------------------------------------------------------------------------
 
 
-class Save(NamedTuple):
-    """One rank's view of one save."""
+class Save:
+    """One rank's part in a save that all ranks plan, write and commit together.
 
-    doing: str
-    team: Team
-    place: Place
-    files: list[FilePlan]  #: of all ranks
-    write_file: Callable[[str, Mapping[str, torch.Tensor]], str]  #: returns the file's digest
-    #: What readers take, the first one that is there. The head is one of them.
+    A kind of save sets what there is to save, and says in which files and what readers take.
+    """
+
+    structure: Any  #: JSON that is equal for equal objects
+    groups: dict[str, list[Tensors]]  #: by the name that the file has if there is only one group
+    more: Any = None  #: what else the other ranks need to know
+    #: What readers take, the first one that is there. The head is the one that this save replaces.
     heads: Sequence[str]
     head: str
-    list_files: Callable[[Digests], bytes] | None  #: the content of the head, if it lists the files
-    is_ours: Callable[[str], bool]  #: whether a file of this name belongs to the old or the new
+    place: Place
+    files: list[FilePlan]  #: of all ranks
     on_commit: Callable[[], None] | None = None  #: called on the leading rank
+
+    def __init__(self, doing: str, ranks: list[int]) -> None:
+        self.doing = doing
+        self.ranks = ranks
+        self.number = ranks.index(get_rank())
+
+    def name_files(self, files: list[FilePlan], more: list[Any]) -> None:
+        """Set the head, and the files for these of the groups and for what the ranks have more."""
+        raise NotImplementedError
+
+    def write_file(self, path: str, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Write a file, and return its digest."""
+        raise NotImplementedError
+
+    def list_files(self, digests: Digests) -> bytes | None:
+        """Return the content of the head, if it lists the files."""
+        raise NotImplementedError
+
+    def is_ours(self, name: str) -> bool:
+        """Return whether a file of this name belongs to the old or the new."""
+        raise NotImplementedError
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that does what only one rank may do."""
+        return self.number == 0
+
+    # -- the plan ---------------------------------------------------------------------------------
+
+    def summarize(self) -> dict[str, Any]:
+        """Return what the other ranks need to know."""
+        groups = [group for groups in self.groups.values() for group in groups]
+        described = [
+            [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in group.items()]
+            for group in groups
+        ]
+        # DTensors do not count: no rank has another one.
+        several = len(self.ranks) > 1 and len(groups) > 1
+        plain = [[t for t in g.values() if not is_dtensor(t)] for g in groups if several]
+        return {
+            "same": digest(dump({"": [described, self.structure]})),
+            "digests": [content_digest(tensors) for tensors in plain],
+            "more": self.more,
+        }
+
+    def assign(self, summaries: list[dict[str, Any]]) -> None:
+        """Decide which rank writes which file.
+
+        A rank may write what equals main's, bit for bit. So what differs between ranks, as the
+        running statistics of a batch norm, is always main's. The largest groups are assigned
+        first, each to the rank with the least to do.
+        """
+        groups = [group for groups in self.groups.values() for group in groups]
+        names = [n for name, some in self.groups.items() for n in _group_names(name, len(some))]
+        sizes = [byte_size(group.values()) for group in groups]
+        digests = [summary["digests"] for summary in summaries]
+        load = [0] * len(summaries)
+        writers = [0] * len(sizes)
+        for number in sorted(range(len(digests[0])), key=lambda number: -sizes[number]):
+            able = [rank for rank, own in enumerate(digests) if own[number] == digests[0][number]]
+            writers[number] = min(able, key=lambda rank: (load[rank], rank))
+            load[writers[number]] += sizes[number]
+        files = [FilePlan(*file) for file in zip(names, writers, groups, strict=True)]
+        self.name_files(files, [summary["more"] for summary in summaries])
+
+    # -- the files --------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> str:
@@ -212,7 +277,7 @@ class Save(NamedTuple):
             raise
 
         def commit_if_leading() -> None:
-            if self.team.leads:
+            if self.leads:
                 self.commit(written)
 
         coordinate(self.doing, commit_if_leading)
@@ -231,7 +296,7 @@ class Save(NamedTuple):
         results: dict[str, T] = {}
         failure: Exception | None = None
         for name, writer, tensors in self.files:
-            writes = writer == self.team.number and failure is None
+            writes = writer == self.number and failure is None
             gathered: Tensors = {}
             for key, tensor in tensors.items():
                 full = full_tensor(tensor)
@@ -249,13 +314,13 @@ class Save(NamedTuple):
     def remove_own_files(self) -> None:
         """Remove this rank's files."""
         for name, writer, _ in self.files:
-            if writer == self.team.number:
+            if writer == self.number:
                 filesystem.remove_or_log(f"{self.place.folder}/{name}")
 
     def clean_up(self) -> None:
         """Remove what this rank is responsible for, after a failure on any rank."""
         self.remove_own_files()  # also on the leading rank: all of them, whatever the others did
-        if self.team.leads:
+        if self.leads:
             self.abandon()
 
     def abandon(self) -> None:
@@ -282,8 +347,9 @@ class Save(NamedTuple):
         digests = {name: found for some in written for name, found in some.items()}
 
         def prepare() -> str | None:
-            if self.list_files is not None:
-                filesystem.write_small(waiting, self.list_files(digests))
+            listing = self.list_files(digests)
+            if listing is not None:
+                filesystem.write_small(waiting, listing)
             filesystem.sync_directory(folder)
             names = filesystem.names(folder)
             lost = digests.keys() - set(names)
@@ -312,58 +378,11 @@ class Save(NamedTuple):
             self.on_commit()
 
 
-class Plan(NamedTuple):
-    """What this rank has to save."""
-
-    structure: Any  #: JSON that is equal for equal objects
-    groups: dict[str, list[Tensors]]  #: by the name that the file has if there is only one group
-    more: Any  #: what else the other ranks need to know
-    #: Return the save, from the files of the groups, what the others need to know, and the place.
-    complete: Callable[[list[FilePlan], list[Any], Place], Save]
-
-    def summary(self, count: int) -> dict[str, Any]:
-        """Return what the other of so many ranks need to know."""
-        groups = [group for groups in self.groups.values() for group in groups]
-        described = [
-            [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in group.items()]
-            for group in groups
-        ]
-        # DTensors do not count: no rank has another one.
-        several = count > 1 and len(groups) > 1
-        plain = [[t for t in g.values() if not is_dtensor(t)] for g in groups if several]
-        return {
-            "same": digest(dump({"": [described, self.structure]})),
-            "digests": [content_digest(tensors) for tensors in plain],
-            "more": self.more,
-        }
-
-    def assign(self, summaries: list[dict[str, Any]], place: Place) -> Save:
-        """Return the save: which rank writes which file.
-
-        A rank may write what equals main's, bit for bit. So what differs between ranks, as the
-        running statistics of a batch norm, is always main's. The largest groups are assigned
-        first, each to the rank with the least to do.
-        """
-        groups = [group for groups in self.groups.values() for group in groups]
-        names = [n for name, some in self.groups.items() for n in _group_names(name, len(some))]
-        sizes = [byte_size(group.values()) for group in groups]
-        digests = [summary["digests"] for summary in summaries]
-        load = [0] * len(summaries)
-        writers = [0] * len(sizes)
-        for number in sorted(range(len(digests[0])), key=lambda number: -sizes[number]):
-            able = [rank for rank, own in enumerate(digests) if own[number] == digests[0][number]]
-            writers[number] = min(able, key=lambda rank: (load[rank], rank))
-            load[writers[number]] += sizes[number]
-        files = [FilePlan(*file) for file in zip(names, writers, groups, strict=True)]
-        return self.complete(files, [summary["more"] for summary in summaries], place)
-
-
 @contextlib.contextmanager
 def planned(
     doing: str,
-    team: Team,
     path: str,
-    make_plan: Callable[[], Plan],
+    make: Callable[[list[int]], Save],
     difference: str,
     lock: contextlib.ExitStack,
 ) -> Generator[Save]:
@@ -373,17 +392,20 @@ def planned(
 
     :raises CheckpointError: on all ranks, if one of them cannot plan it, or has other objects.
     """
-    plan, summaries = coordinate(doing, make_plan, lambda plan: plan.summary(len(team.ranks)))
-    check_equal(doing, team.ranks, [summary["same"] for summary in summaries], difference)
+    ranks = meet(doing, path)
+    save, summaries = coordinate(doing, lambda: make(ranks), lambda save: save.summarize())
+    check_equal(doing, ranks, [summary["same"] for summary in summaries], difference)
     places: list[Place] = []  # on the leading rank
 
     def prepare() -> list[Any]:
-        places.extend([Place.prepare(doing, path, lock)] if team.leads else [])
+        places.extend([Place.prepare(doing, path, lock)] if save.leads else [])
         return list(places[0]) if places else []
 
     with cleanup_on_error(doing, lambda: [place.remove() for place in places]):
         _, prepared = coordinate(doing, prepare)
-        yield plan.assign(summaries, Place(*prepared[0]))
+        save.place = Place(*prepared[0])
+        save.assign(summaries)
+        yield save
 
 
 def removed_by_others(doing: str, what: str) -> CheckpointError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from syncprims import CheckpointError, Failure, SyncError, get_rank
 from syncprims._world.group import gather_as
@@ -39,38 +39,28 @@ def directory_path(directory: str | os.PathLike[str]) -> str:
     return filesystem.absolute(path)
 
 
-class Team(NamedTuple):
-    """The ranks that save or load together: those of the group that is entered, else all."""
+def meet(doing: str, path: str = "") -> list[int]:
+    """Return the ranks that save or load together, once all of them have called this.
 
-    ranks: list[int]  #: world ranks
-    number: int  #: of this rank among them, from 0
+    They are those of the group that is entered, else all. The first of them leads: it does what
+    only one rank may do.
 
-    @classmethod
-    def meet(cls, doing: str, path: str = "") -> Team:
-        """Return the team, once all its ranks have called this.
-
-        :raises CheckpointError: on all ranks, if they pass different directories.
-        """
-        call = _call_name(doing)
-        gathered = gather_as(get_active_group(), call, [get_rank(), path])
-        members = cast("list[tuple[int, str]]", gathered)
-        first, first_path = members[0]
-        for rank, other_path in members:
-            if other_path != first_path:
-                raise CheckpointError(
-                    f"{call}: rank {rank} saves to {other_path}, and rank {first} to {first_path}. "
-                    f"Every rank passes the same directory: broadcast a name that comes from a "
-                    f"clock or a random number, and pass an absolute path where ranks have "
-                    f"different working directories.",
-                    path=other_path, rank=rank,
-                )  # fmt: skip
-        ranks = [member[0] for member in members]
-        return cls(ranks, ranks.index(get_rank()))
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is the rank that does what only one rank may do."""
-        return self.number == 0
+    :raises CheckpointError: on all ranks, if they pass different directories.
+    """
+    call = _call_name(doing)
+    gathered = gather_as(get_active_group(), call, [get_rank(), path])
+    members = cast("list[tuple[int, str]]", gathered)
+    first, first_path = members[0]
+    for rank, other_path in members:
+        if other_path != first_path:
+            raise CheckpointError(
+                f"{call}: rank {rank} saves to {other_path}, and rank {first} to {first_path}. "
+                f"Every rank passes the same directory: broadcast a name that comes from a "
+                f"clock or a random number, and pass an absolute path where ranks have "
+                f"different working directories.",
+                path=other_path, rank=rank,
+            )  # fmt: skip
+    return [member[0] for member in members]
 
 
 def attempt(part: Callable[[], T], done: Future[T] | None = None) -> Future[T]:

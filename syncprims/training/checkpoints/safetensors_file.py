@@ -205,9 +205,13 @@ class StoredTensor(NamedTuple):
 
         :raises CheckpointError: as :meth:`SafetensorsFile.read`.
         """
-        tensor = in_huge_pages(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
+        tensor = self.allocate()
         self.file.read({self.name: tensor})
         return tensor
+
+    def allocate(self) -> torch.Tensor:
+        """Return new memory for it."""
+        return in_huge_pages(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
 
 
 class SafetensorsFile:
@@ -258,37 +262,31 @@ class SafetensorsFile:
             meanwhile.
         """
         check = check and self._is_ours
-        pieces: list[tuple[int, int, int, memoryview | None]] = []
+        pieces: list[tuple[int, int, memoryview | None]] = []
         for name, _, _, start, end in (stored[1:] for stored in self.tensors.values()):
             memory = raw(_flat(into[name])) if name in into and end > start else None
             for begin, stop in _cut(start, end) if check or memory is not None else ():
                 part = None if memory is None else memory[begin - start : stop - start]
-                pieces.append((len(pieces), begin, stop, part))
-        digests = [b""] * len(pieces)
+                pieces.append((begin, stop, part))
         threads = min((os.cpu_count() or 1) // max(1, get_local_world_size()), _MOST_THREADS)
         threads = max(1, threads) if len(pieces) > _FEW_PIECES else 1
-        ends = [None] * threads
-        left = deque([*pieces, *ends])  # each thread takes the next piece, until it takes an end
+        buffers = deque(memoryview(bytearray(CHUNK if check else 0)) for _ in range(threads))
 
-        def read_pieces() -> None:
-            buffer = memoryview(bytearray(CHUNK if check else 0))
-            try:
-                for number, start, stop, part in iter(left.popleft, None):
-                    data = buffer[: stop - start] if part is None else part
-                    self._file.read_into(data, start)
-                    if check:
-                        digests[number] = xxhash.xxh3_128_digest(data)
-            except BaseException:
-                left.extendleft(ends)
-                raise
+        def read_piece(piece: tuple[int, int, memoryview | None]) -> bytes:
+            begin, stop, part = piece
+            buffer = buffers.pop()
+            data = buffer[: stop - begin] if part is None else part
+            self._file.read_into(data, begin)
+            digest = xxhash.xxh3_128_digest(data) if check else b""
+            buffers.append(buffer)
+            return digest
 
         with reading(self.path):
             if threads == 1:
-                read_pieces()
+                digests = [*map(read_piece, pieces)]
             else:
                 with ThreadPoolExecutor(threads, thread_name_prefix="syncprims-load") as pool:
-                    for task in [pool.submit(read_pieces) for _ in ends]:
-                        task.result()
+                    digests = [*pool.map(read_piece, pieces)]
             self._file.check_unchanged()
         if check:
             total = b"".join([xxhash.xxh3_128_digest(self._begin), *digests])
@@ -336,3 +334,15 @@ class SafetensorsFile:
             what = "wrong size, or cut off"
             raise refusal(self.path, what, f"{at} bytes", f"{self._file.size}")
         return {stored.name: stored for stored in tensors}
+
+
+def read_safetensors(path: str, digest: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of the file with this digest, read and checked in one pass.
+
+    :raises CheckpointError: if it is another file, or not as it was written.
+    """
+    with contextlib.closing(SafetensorsFile(path)) as file:
+        file.check_digest(digest)
+        tensors = {name: stored.allocate() for name, stored in file.tensors.items()}
+        file.read(tensors, check=True)
+    return tensors

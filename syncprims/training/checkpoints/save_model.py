@@ -12,7 +12,7 @@ import torch
 from syncprims.training.preparation import unwrap_model
 
 from . import commit, filesystem
-from .coordination import Team, attempt, combine, directory_path, message_of
+from .coordination import attempt, combine, directory_path, message_of
 from .integrity import BLANK, SEAL, dump, put_seal
 from .safetensors_file import byte_size, check_storable, write_safetensors
 from .stateful import portable_name, storage_key
@@ -56,15 +56,14 @@ def save_model(
     most = _parse_size(max_shard_size)
     path = directory_path(directory)
     doing = f"save_model to {path}"
-    team = Team.meet(doing, path)
     first_file = _SAFETENSORS if safe_serialization else _TORCH
 
-    def plan() -> commit.Plan:
-        return _plan_model(doing, team, model, most, first_file)
+    def make(ranks: list[int]) -> commit.Save:
+        return _ModelSave(doing, ranks, model, most, first_file)
 
     with (
         contextlib.ExitStack() as lock,
-        commit.planned(doing, team, path, plan, "have different models", lock) as save,
+        commit.planned(doing, path, make, "have different models", lock) as save,
     ):
         save.run()
 
@@ -115,41 +114,42 @@ def _tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, st
     return {name: kept[name] for name in order if name in kept}, others
 
 
-def _is_model_file(name: str) -> bool:
-    """Return whether a save of a model replaces, or removes, a file of this name."""
-    return name in FIRST_FILES or _SHARD.fullmatch(name) is not None
+class _ModelSave(commit.Save):
+    """The save of a model: one weights file, or shards and an index."""
 
+    heads = FIRST_FILES
 
-def _plan_model(
-    doing: str, team: Team, model: nn.Module, most: int, first_file: str
-) -> commit.Plan:
-    tensors, ties = _tensors_of(model)
-    groups = commit.split_by_size(tensors, most)
+    def __init__(
+        self, doing: str, ranks: list[int], model: nn.Module, most: int, first_file: str
+    ) -> None:
+        super().__init__(doing, ranks)
+        self._tensors, self.structure = _tensors_of(model)
+        self._first_file = self.head = first_file
+        self.groups = {first_file: commit.split_by_size(self._tensors, most)}
 
-    def write_file(path: str, tensors: Mapping[str, torch.Tensor]) -> str:
-        names = {other: name for other, name in ties.items() if name in tensors}
-        write = write_safetensors if first_file == _SAFETENSORS else _write_torch
+    def name_files(self, files: list[commit.FilePlan], more: list[Any]) -> None:
+        if len(files) > 1:
+            self.head += INDEX
+            files = commit.with_unused_names(files, self.place)
+        elif not self.place.is_new:
+            files = [files[0]._replace(name=commit.temporary(self.head, self.place.token))]
+        self.files = files
+
+    def write_file(self, path: str, tensors: Mapping[str, torch.Tensor]) -> str:
+        names = {other: name for other, name in self.structure.items() if name in tensors}
+        write = write_safetensors if self._first_file == _SAFETENSORS else _write_torch
         return write(path, tensors, names)
 
-    def complete(files: list[commit.FilePlan], _: list[Any], place: commit.Place) -> commit.Save:
-        several = len(files) > 1
-        head = first_file + INDEX if several else first_file
-        if several:
-            files = commit.with_unused_names(files, place)
-        elif not place.is_new:
-            files = [files[0]._replace(name=commit.temporary(head, place.token))]
+    def list_files(self, digests: Digests) -> bytes | None:
+        if len(self.files) == 1:
+            return None
+        size = byte_size(self._tensors.values())
+        metadata = {SEAL: BLANK, "total_size": size, SHARDS: digests}
+        file_of = {name: file.name for file in self.files for name in file.tensors}
+        return put_seal(dump({"metadata": metadata, "weight_map": file_of}))
 
-        def list_files(digests: Digests) -> bytes:
-            metadata = {SEAL: BLANK, "total_size": byte_size(tensors.values()), SHARDS: digests}
-            file_of = {name: file.name for file in files for name in file.tensors}
-            return put_seal(dump({"metadata": metadata, "weight_map": file_of}))
-
-        index = list_files if several else None
-        return commit.Save(
-            doing, team, place, files, write_file, FIRST_FILES, head, index, _is_model_file
-        )
-
-    return commit.Plan(ties, {first_file: groups}, None, complete)
+    def is_ours(self, name: str) -> bool:
+        return name in FIRST_FILES or _SHARD.fullmatch(name) is not None
 
 
 # -- a single object ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import operator
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from syncprims import CheckpointError
+from syncprims import CheckpointError, get_rank
 from syncprims.training.rng import capture as capture_rng
 from syncprims.training.rng import restore as restore_rng
 
@@ -20,7 +20,6 @@ from . import filesystem, integrity, stateful
 from .async_save import Saving, finish_earlier, start_save
 from .commit import (
     FilePlan,
-    Plan,
     Save,
     final_name,
     new_token,
@@ -30,9 +29,9 @@ from .commit import (
     temporary,
     with_unused_names,
 )
-from .coordination import Team, check_equal, coordinate, directory_path
+from .coordination import check_equal, coordinate, directory_path, meet
 from .integrity import check_file_name, read_current, refusal
-from .safetensors_file import SafetensorsFile, StoredTensor, byte_size, write_safetensors
+from .safetensors_file import byte_size, read_safetensors, write_safetensors
 from .stateful import State, Stateful, split_state, state_of
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from .commit import Place, Tensors
+    from .commit import Digests, Tensors
 
 MANIFEST = "checkpoint.json"  #: not ``*.index.json``, which readers of weights look for
 _FORMAT = 1
@@ -148,19 +147,18 @@ def save_to(
     step = None if step is None else operator.index(step)
     doing = f"save_state to {path}"
     finish_earlier()
-    team = Team.meet(doing, path)
 
-    def plan() -> Plan:
+    def make(ranks: list[int]) -> Save:
         own = {
             "rng": capture_rng() if rng else None,
             "objects": {name: state_of(thing) for name, thing in rank_objects.items()},
         }
         states = {name: split_state(state_of(thing)) for name, thing in objects.items()}
-        return _plan_state(doing, team, step, states, split_state(own))
+        return _StateSave(doing, ranks, step, states, split_state(own))
 
     with contextlib.ExitStack() as lock:
-        with planned(doing, team, path, plan, "have different states", lock) as save:
-            save = save._replace(on_commit=on_commit)
+        with planned(doing, path, make, "have different states", lock) as save:
+            save.on_commit = on_commit
             if block:
                 save.run()
         return Saving(path) if block else start_save(save, lock)
@@ -172,42 +170,50 @@ def _split(tensors: Tensors, count: int) -> list[Tensors]:
     return split_by_size(tensors, min(most, _LARGEST)) if tensors else []
 
 
-def _plan_state(
-    doing: str, team: Team, step: int | None, states: dict[str, State], own: State
-) -> Plan:
-    distributed = [name for name, t in own.tensors.items() if stateful.is_dtensor(t)]
-    if distributed:
-        raise TypeError(f"{distributed[0]} in rank_objects is a DTensor of all ranks")
-    groups = {
-        name + _ENDING: _split(state.tensors, len(team.ranks)) for name, state in states.items()
-    }
+class _StateSave(Save):
+    """The save of a state: files with the tensors, and the manifest."""
 
-    def complete(files: list[FilePlan], ranks: list[Any], place: Place) -> Save:
-        count = len(files)
-        rank_files = [FilePlan(f"rank-{n:05d}{_ENDING}", n, {}) for n in range(len(ranks))]
-        files = with_unused_names([*files, *rank_files], place)
-        unassigned = iter(file.name for file in files)
-        objects = {
-            name: SavedState(state.tree, [next(unassigned) for _ in groups[name + _ENDING]])
-            for name, state in states.items()
+    heads, head = (MANIFEST,), MANIFEST
+
+    def __init__(
+        self, doing: str, ranks: list[int], step: int | None, states: dict[str, State], own: State
+    ) -> None:
+        super().__init__(doing, ranks)
+        distributed = [name for name, t in own.tensors.items() if stateful.is_dtensor(t)]
+        if distributed:
+            raise TypeError(f"{distributed[0]} in rank_objects is a DTensor of all ranks")
+        self._step, self._states, self._own = step, states, own
+        self.structure, self.more = [*states], [json.dumps(own.tree), bool(own.tensors)]
+        self.groups = {
+            name + _ENDING: _split(state.tensors, len(ranks)) for name, state in states.items()
         }
-        rank_states = [
-            SavedState(json.loads(tree), [name] if has_tensors else [])
-            for (tree, has_tensors), name in zip(ranks, unassigned, strict=True)
-        ]
-        mine = count + team.number
-        files[mine] = files[mine]._replace(tensors=own.tensors)
-        used = {name for _, names in rank_states for name in names}
-        files = [*files[:count], *(file for file in files[count:] if file.name in used)]
-        return Save(
-            doing, team, place, files,
-            lambda path, tensors: write_safetensors(path, tensors, {}),
-            (MANIFEST,), MANIFEST,
-            lambda digests: Manifest(step, objects, rank_states, digests).dump(),
-            lambda name: _STATE_FILE.fullmatch(name) is not None,
-        )  # fmt: skip
 
-    return Plan([*states], groups, [json.dumps(own.tree), bool(own.tensors)], complete)
+    def name_files(self, files: list[FilePlan], more: list[Any]) -> None:
+        with_tensors = [number for number, (_, has_tensors) in enumerate(more) if has_tensors]
+        rank_files = [
+            FilePlan(f"rank-{n:05d}{_ENDING}", n, self._own.tensors if n == self.number else {})
+            for n in with_tensors
+        ]
+        self.files = with_unused_names([*files, *rank_files], self.place)
+        names = iter(file.name for file in self.files)
+        objects = {
+            name: SavedState(state.tree, [next(names) for _ in self.groups[name + _ENDING]])
+            for name, state in self._states.items()
+        }
+        ranks = [
+            SavedState(json.loads(tree), [next(names)] if has_tensors else [])
+            for tree, has_tensors in more
+        ]
+        self._manifest = Manifest(self._step, objects, ranks, {})
+
+    def write_file(self, path: str, tensors: Mapping[str, torch.Tensor]) -> str:
+        return write_safetensors(path, tensors, {})
+
+    def list_files(self, digests: Digests) -> bytes:
+        return self._manifest._replace(files=digests).dump()
+
+    def is_ours(self, name: str) -> bool:
+        return _STATE_FILE.fullmatch(name) is not None
 
 
 # -- loading --------------------------------------------------------------------------------------
@@ -249,12 +255,11 @@ def load_state(
     path = directory_path(directory)
     doing = f"load_state from {path}"
     finish_earlier()
-    team = Team.meet(doing)
-
+    ranks = meet(doing)
     saved = Manifest(None, {}, [], {})
 
     def read_states() -> tuple[dict[str, Any], Any]:
-        here, count = len(team.ranks), len(saved.ranks)
+        here, count = len(ranks), len(saved.ranks)
         if count != here and not any_world_size:
             file = f"{path}/{MANIFEST}"
             raise CheckpointError(
@@ -263,13 +268,12 @@ def load_state(
                 f"any_world_size=True: then the ranks go on with their own.",
                 path=file,
             )
-        with contextlib.ExitStack() as stack:
-            reader = _StateReader(path, saved, strict, stack, {})
-            states = reader.common_states(objects)
-            if count != here:
-                return states, None
-            own_states, rng_state = reader.rank_states(own, team.number, rng)
-            return {**states, **own_states}, rng_state
+        reader = _StateReader(path, saved, strict)
+        states = reader.common_states(objects)
+        if count != here:
+            return states, None
+        own_states, rng_state = reader.rank_states(own, ranks.index(get_rank()), rng)
+        return {**states, **own_states}, rng_state
 
     def read() -> tuple[dict[str, Any], Any]:
         nonlocal saved
@@ -277,7 +281,7 @@ def load_state(
             doing, lambda: read_manifest(path), lambda manifest: integrity.digest(manifest.dump())
         )
         check_equal(
-            doing, team.ranks, digests, "have found a different checkpoint",
+            doing, ranks, digests, "have found a different checkpoint",
             "Every rank loads the same one: pass the same directory, and the same step; where "
             "hosts have disks of their own, copy the checkpoint to each.",
         )  # fmt: skip
@@ -317,8 +321,6 @@ class _StateReader(NamedTuple):
     path: str
     manifest: Manifest
     strict: bool
-    stack: contextlib.ExitStack  #: closes the files
-    files: dict[str, SafetensorsFile]  #: those that are open, and have been checked
 
     def common_states(self, objects: Mapping[str, Stateful]) -> dict[str, Any]:
         """Return the states of the objects that are the same on all ranks."""
@@ -353,21 +355,11 @@ class _StateReader(NamedTuple):
             )  # fmt: skip
         return [name for name in here if name in saved]
 
-    def _file(self, name: str) -> SafetensorsFile:
-        """Return an open file, all of which has been checked."""
-        if name not in self.files:
-            file = SafetensorsFile(f"{self.path}/{name}")
-            self.stack.callback(file.close)
-            file.check_digest(self.manifest.files[name])
-            file.read({}, check=True)
-            self.files[name] = file
-        return self.files[name]
-
     def _state(self, name: str, saved: SavedState, targets: Mapping[str, Any]) -> Any:
-        stored: dict[str, StoredTensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
 
         def load_tensor(key: str) -> torch.Tensor:
-            tensor = stored[key].load()
+            tensor = tensors[key]
             # A state of an optimizer is distributed as its parameter is.
             target = targets.get(key, targets.get(".".join(key.split(".")[:2])))
             if target is None or target.shape != tensor.shape:
@@ -376,7 +368,7 @@ class _StateReader(NamedTuple):
 
         try:
             for file in saved.files:
-                stored |= self._file(file).tensors
+                tensors |= read_safetensors(f"{self.path}/{file}", self.manifest.files[file])
             return stateful.join_state(saved.tree, load_tensor)
         except CheckpointError:
             raise
@@ -523,6 +515,6 @@ class Checkpoints:
 def agreed_steps(checkpoints: Checkpoints, doing: str) -> list[int]:
     """Return the steps that the leading rank finds, once no save is in progress. Collective."""
     finish_earlier()
-    team = Team.meet(doing)
-    _, steps = coordinate(doing, checkpoints.steps, lambda steps: steps if team.leads else None)
+    leads = meet(doing)[0] == get_rank()
+    _, steps = coordinate(doing, checkpoints.steps, lambda steps: steps if leads else None)
     return cast("list[int]", steps[0])

@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -20,10 +21,7 @@ from .batch_shards import BatchShard, ShardPlan, dispatch
 from .sampling import (
     EpochSetter,
     SeedableRandomSampler,
-    Skipped,
-    SkippedItems,
     copy_sampler,
-    inner_sampler,
     is_sharded,
     samplers,
     seed_generators,
@@ -300,9 +298,8 @@ class PreparedLoader(DataLoader[T]):
         each = plan.ranks if self._shards_itself else 1  # ranks for which the sampler counts
         single = self.loader.batch_sampler is None
         if plan.dispatch:
-            size = (self.loader if shard is None else shard).batch_size
             batches: Iterator[Any] = dispatch(
-                lambda: self._begin(epoch), plan, size, single=single, start=start, skip=skip
+                lambda: self._begin(epoch), plan, self._size, single=single, start=start, skip=skip
             )
         else:
             batches = self._begin(epoch, start // each, skip)
@@ -440,7 +437,8 @@ def _check(loader: Any, *, dispatched: bool) -> None:
     """Raise an error if no rank could know its batches of `loader`."""
     if not isinstance(loader, DataLoader):
         raise TypeError(
-            f"prepare_data_loader() takes a torch DataLoader, and this is a {type(loader).__name__}"
+            f"prepare_data_loader() takes a torch DataLoader, and this is a "
+            f"{type(loader).__name__}; prepare a loader before you skip batches of it"
         )
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         raise ValueError(
@@ -471,16 +469,6 @@ def _common_generator(loader: DataLoader[Any]) -> torch.Generator | None:
     return None
 
 
-def _options(loader: DataLoader[T]) -> tuple[Callable[..., DataLoader[T]], dict[str, Any]]:
-    """Return the class and the options for a loader like `loader` with other data."""
-    names = _KEPT + (_KEPT_WITH_WORKERS if loader.num_workers else ())
-    options: dict[str, Any] = {n: getattr(loader, n) for n in names if hasattr(loader, n)}
-    kind: Callable[..., DataLoader[T]] = type(loader)
-    if type(loader).__init__ is not DataLoader.__init__ and not hasattr(loader, "state_dict"):
-        kind = DataLoader  # a subclass may have a constructor with other arguments
-    return kind, options
-
-
 def _rebuild(loader: DataLoader[T], plan: ShardPlan, seed: int | None = None) -> DataLoader[T]:
     """Return a loader with the options of `loader` that reads this rank's batches.
 
@@ -488,7 +476,11 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan, seed: int | None = None) ->
     """
     if isinstance(loader.dataset, IterableDataset):
         return copy.copy(loader)
-    kind, options = _options(loader)
+    names = _KEPT + (_KEPT_WITH_WORKERS if loader.num_workers else ())
+    options: dict[str, Any] = {n: getattr(loader, n) for n in names if hasattr(loader, n)}
+    kind: Callable[..., DataLoader[T]] = type(loader)
+    if type(loader).__init__ is not DataLoader.__init__:
+        kind = DataLoader  # a subclass may have a constructor with other arguments
     batched = loader.batch_sampler is not None
     sampler: Any = loader.batch_sampler if batched else loader.sampler
     if seed is not None:
@@ -508,7 +500,7 @@ def _make_seedable(sampler: Any, seed: int) -> Any:
         return SeedableRandomSampler(
             sampler.data_source, sampler.replacement, count, torch.Generator(), data_seed=seed
         )
-    inner = inner_sampler(sampler)
+    inner = getattr(sampler, "sampler", None)
     seedable = inner if inner is None else _make_seedable(inner, seed)
     return sampler if seedable is inner else with_inner(sampler, seedable)
 
@@ -525,32 +517,32 @@ _KEPT = (
 _KEPT_WITH_WORKERS = ("prefetch_factor", "persistent_workers", "timeout")
 
 
+class _Skipped:
+    """A loader without its first batches."""
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self._loader = loader
+        self._count = count
+
+    def __len__(self) -> int:
+        return max(0, len(self._loader) - self._count)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._loader), self._count, None)
+
+
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """Return a view of `loader` without the first `num_batches` of each iteration.
 
-    Batches of map-style data are not even read. A prepared loader and its views share their epochs.
-    The view of a DataLoader can be prepared: its ranks share what is left. If a stream is read by
-    workers, prepare the loader first.
+    A prepared loader and its views share their epochs. Batches of map-style data are then not even
+    read. To share what is left among ranks, prepare the loader first.
 
     :raises ValueError: if `num_batches` is negative.
     """
     if num_batches < 0:
         raise ValueError(f"num_batches={num_batches}: it is a count")
-    if isinstance(loader, PreparedLoader):
-        view = copy.copy(loader)
-        view._skip += num_batches  # pyright: ignore[reportPrivateUsage]
-        return view
-    if not isinstance(loader, DataLoader):
-        return Skipped(loader, num_batches)
-    kind, options = _options(loader)
-    if isinstance(loader.dataset, IterableDataset):
-        if loader.num_workers:
-            return Skipped(loader, num_batches)  # each worker has a stream of its own
-        items = SkippedItems(loader.dataset, num_batches * (loader.batch_size or 1))
-        drop_last = {} if loader.batch_size is None else {"drop_last": loader.drop_last}
-        return kind(items, batch_size=loader.batch_size, **drop_last, **options)
-    if loader.batch_sampler is None:
-        sampler = Skipped(loader.sampler, num_batches)
-        return kind(loader.dataset, batch_size=None, sampler=sampler, **options)
-    rest = Skipped(loader.batch_sampler, num_batches)
-    return kind(loader.dataset, batch_sampler=rest, **options)
+    if not isinstance(loader, PreparedLoader):
+        return _Skipped(loader, num_batches)
+    view = copy.copy(loader)
+    view._skip += num_batches  # pyright: ignore[reportPrivateUsage]
+    return view

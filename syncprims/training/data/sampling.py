@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -44,46 +43,18 @@ _SELF_CONTAINED = (
 )  # fmt: skip
 
 
-class Skipped:
-    """A sampler, a stream or a loader without its first items."""
-
-    def __init__(self, whole: Any, count: int) -> None:
-        self.whole = whole
-        self._count = count
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "whole":  # not set yet: the object is being copied
-            raise AttributeError(name)
-        return getattr(self.whole, name)
-
-    def __len__(self) -> int:
-        return max(0, len(self.whole) - self._count)
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.whole), self._count, None)
-
-
-class SkippedItems(Skipped, data.IterableDataset[Any]):
-    """A stream without its first items."""
-
-
 def samplers(sampler: Any) -> Iterator[Any]:
     """Yield `sampler`, and the samplers that it batches, the outermost first."""
     while sampler is not None:
-        if not isinstance(sampler, Skipped):
-            yield sampler
-        sampler = inner_sampler(sampler)
-
-
-def inner_sampler(sampler: Any) -> Any:
-    """Return the sampler inside of another one, or None."""
-    return getattr(sampler, "whole" if isinstance(sampler, Skipped) else "sampler", None)
+        yield sampler
+        sampler = getattr(sampler, "sampler", None)
 
 
 def with_inner(sampler: Any, inner: Any) -> Any:
-    """Return a copy of `sampler` with another sampler inside."""
+    """Return a copy of `sampler` with another sampler inside, if any."""
     changed = copy.copy(sampler)
-    setattr(changed, "whole" if isinstance(sampler, Skipped) else "sampler", inner)
+    if inner is not None:
+        changed.sampler = inner
     return changed
 
 
@@ -97,11 +68,10 @@ def copy_sampler(sampler: Any) -> Any:
 
     A sampler of the user's is returned itself, since the user may change it between epochs.
     """
-    is_torchs = type(sampler).__module__ == data.Sampler.__module__
-    if not is_torchs and not isinstance(sampler, Skipped):
+    if type(sampler).__module__ != data.Sampler.__module__:
         return sampler
-    inner = inner_sampler(sampler)
-    return copy.copy(sampler) if inner is None else with_inner(sampler, copy_sampler(inner))
+    inner = getattr(sampler, "sampler", None)
+    return with_inner(sampler, None if inner is None else copy_sampler(inner))
 
 
 class EpochSetter:

@@ -366,7 +366,9 @@ def version_in(path: str) -> int:
             load_checkpoint_in_model(net, path)
         return net.version()
 
-    return run_world(load, 1)[0]
+    [version] = run_world(load, 1)
+    assert isinstance(version, int)
+    return version
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["saves", "fails"])
@@ -395,11 +397,12 @@ def test_of_two_programs_that_save_to_one_place_one_waits(
         """Save, and before the call of this number in another thread; return how many calls."""
 
         def save_there() -> None:
-            outer, filesystem.os = filesystem.os, Watched(fail)  # type: ignore[assignment]
+            module: Any = filesystem
+            outer, module.os = module.os, Watched(fail)
             try:
                 save(path, 3)
             finally:
-                filesystem.os = outer
+                module.os = outer
 
         def at(number: int, name: str, args: tuple[Any, ...]) -> None:
             if number == point:

@@ -158,15 +158,6 @@ def test_what_is_not_summed_up_yet_is_saved_as_its_sum(tmp_path: Path) -> None:
     assert run(2, tmp_path, program) == [("Tensor", [10])] * 2
 
 
-def test_a_spread_state_is_in_the_files_of_a_plain_one(tmp_path: Path) -> None:
-    def program() -> None:
-        save_state(tmp_path / "s", spread(2), rng=False)
-
-    run(2, tmp_path, program)
-    found = {path.name for path in (tmp_path / "s").iterdir()}
-    assert found == {"checkpoint.json", "model.state.safetensors"}
-
-
 def test_a_ddp_model_has_the_names_of_a_plain_one(tmp_path: Path) -> None:
     def program() -> bool:
         model = nn.parallel.DistributedDataParallel(plain())

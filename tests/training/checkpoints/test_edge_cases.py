@@ -105,46 +105,6 @@ def test_an_empty_directory_that_is_there_stays_the_one_it_is(world: Ranks, tmp_
     assert link.is_symlink()
 
 
-# -- one rank's failure -------------------------------------------------------------------------
-
-
-class Unsure:
-    """An object whose state cannot be copied on the last rank."""
-
-    def state_dict(self) -> Any:
-        return {"tensor": torch.ones(3)}
-
-    def load_state_dict(self, state: Any) -> None:
-        raise AssertionError("not loaded")
-
-
-@several(2, 4)
-def test_a_rank_without_memory_for_the_copy_is_told_of_on_all(world: Ranks, tmp_path: Path) -> None:
-    last = world.ranks - 1
-
-    def program() -> tuple[str, list[str], int]:
-        def full(tensors: Any) -> Any:
-            if sp.get_rank() == last:
-                raise MemoryError("not so much")
-            return dict(tensors)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(async_save, "_copy_to_host", full)
-            with pytest.raises(sp.CheckpointError, match="MemoryError: not so much") as caught:
-                save_state(tmp_path / "s", {"it": Unsure()}, block=False)
-        sp.barrier()
-        left = sorted(path.name for path in tmp_path.iterdir() if "s" in path.name.split("."))
-        sp.barrier()
-        save_state(tmp_path / "s", {"it": Unsure()}, block=False).wait()  # the group is whole
-        return str(caught.value), left, caught.value.rank or 0
-
-    if world.kind.backend == "threads":
-        pytest.skip("patches a module, which ranks that are threads share")
-    found = world.run(program)
-    assert {(said, rank) for said, _, rank in found} == {(found[0][0], last)}
-    assert all(left == [] for _, left, _ in found)
-
-
 # -- the directory ------------------------------------------------------------------------------
 
 SAVES: dict[str, Callable[[Any], object]] = {

@@ -136,21 +136,6 @@ def test_a_real_transformer_as_others_write_it_is_read_by_us(
     assert minilm.is_same(model)
 
 
-def test_accelerates_own_save_is_read_by_us(minilm: MiniLM, tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
-
-    def program() -> None:
-        accelerator = accelerate.Accelerator(cpu=True)
-        accelerator.save_model(minilm.model, tmp_path / "m", max_shard_size="20MB")
-
-    meeting = tmp_path / "meet"
-    meeting.mkdir(mode=0o700)
-    Ranks(Kind("single", 1), meeting).run_alone(program)
-    model = minilm.fresh()
-    load_checkpoint_in_model(model, tmp_path / "m")
-    assert minilm.is_same(model)
-
-
 def test_the_packages_own_files_are_read(minilm: MiniLM) -> None:
     model = minilm.fresh()
     load_checkpoint_in_model(model, minilm.folder, strict=False)  # it has a buffer of old times

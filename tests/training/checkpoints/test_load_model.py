@@ -228,19 +228,6 @@ def test_a_file_that_is_written_to_while_it_is_read_is_noticed(
         load_checkpoint_in_model(filled(1), path)
 
 
-def test_a_load_goes_on_with_what_it_has_opened_when_a_save_replaces_it(
-    tmp_path: Path, alone: Alone
-) -> None:
-    path = tmp_path / "m"
-    saved(path, alone, filled(2))
-    saved(tmp_path / "new", alone, filled(3))
-    model = filled(1)
-    other = tmp_path / "new" / "model.safetensors"
-    with watched(meddle(path / "model.safetensors", lambda file: other.replace(file))):
-        load_checkpoint_in_model(model, path)
-    assert values(model) == {2}
-
-
 # -- models that are not plain ------------------------------------------------------------------
 
 
