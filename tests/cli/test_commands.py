@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import ROOT
-from support.rank_environment import clean_environ
+from support.rank_environment import PATIENCE, clean_environ
 from support.rank_worlds import CLOSING
 
 from syncprims._system.host import free_port
@@ -34,7 +34,7 @@ def call(
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "syncprims", *words], env=env, cwd=cwd, capture_output=True,
-        text=True, timeout=90, check=False, **more,
+        text=True, check=False, **more,
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_it_becomes_torchrun_with_what_it_was_told(tmp_path: Path, clean: dict[s
         env={**clean, "PYTHONPATH": str(tmp_path / "site"), "RANK": "0", "WORLD_SIZE": "1"},
         cwd=tmp_path, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    out, _ = started.communicate(timeout=60)
+    out, _ = started.communicate(timeout=PATIENCE)
     told, also = out.splitlines()
     assert told.startswith(
         "['--nnodes', '2', '--nproc-per-node', '4', '--node-rank', '1', '--master-addr', 'node0', "
@@ -120,7 +120,7 @@ def test_two_nodes_meet(tmp_path: Path, clean: dict[str, str]) -> None:
     ]  # fmt: skip
     try:
         for node in nodes:
-            out, err = node.communicate(timeout=120)
+            out, err = node.communicate(timeout=PATIENCE)
             assert node.returncode == 0, err
             assert out == "[[0, 0], [1, 1]] torch\n"
     finally:
@@ -176,7 +176,7 @@ def test_an_output_that_cannot_be_written_is_no_traceback(
         ):
             done = subprocess.run(
                 [sys.executable, "-m", "syncprims", "env"], env=clean, cwd=tmp_path, stdout=output,
-                stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+                stderr=subprocess.PIPE, text=True, check=False,
             )  # fmt: skip
             assert (done.returncode, done.stderr) == ended
 
@@ -197,7 +197,7 @@ def test_closed_streams_are_no_traceback(
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CLOSING, str(closed), sys.executable, "-m", "syncprims", *words],
-        env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+        env=clean, cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (code, "")
     assert "Traceback" not in done.stderr
