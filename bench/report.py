@@ -34,6 +34,7 @@ SECTIONS = {
     "resources": Section("resources"),
     "startup": Section("startup"),
     "kills": Section("death", "section"),
+    "survivors": Section("survivors"),
     "worlds": Section("worlds"),
     "c10d": Section("c10d"),
     "training": Section("overhead"),
