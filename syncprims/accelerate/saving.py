@@ -150,13 +150,14 @@ class Checkpointing:
         named |= self._named_models()
         named |= {f"optimizer_{i}": obj for i, obj in enumerate(accumulator.optimizers)}
         named |= {f"scheduler_{i}": obj for i, obj in enumerate(accumulator.schedules)}
+        # A position in an epoch is one of all ranks, of any number of them.
+        loaders = self.preparation.loaders if self.use_stateful_dataloader else []
+        named |= {f"loader_{i}": loader for i, loader in enumerate(loaders)}
         return {**named, **self._registered}
 
     def _rank_stateful(self) -> dict[str, Any]:
-        """Return, by name, the objects with a state of this rank's own: windows and loaders."""
-        loaders = self.preparation.loaders if self.use_stateful_dataloader else []
-        named = {f"loader_{i}": loader for i, loader in enumerate(loaders)}
-        return {"accumulator": self.accumulator, **named}
+        """Return, by name, the object with a state of this rank's own: the window."""
+        return {"accumulator": self.accumulator}
 
     def _named_models(self) -> dict[str, nn.Module]:
         """Return the models inside of the prepared ones, by the names for saving them."""

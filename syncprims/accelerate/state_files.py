@@ -107,8 +107,8 @@ def load_alone(
 def _warn(path: str, ranks: list[int], why: str) -> None:
     if is_main():
         filesystem.LOG.warning(
-            "%s has no random numbers and no loader positions of ranks %s, because %s: these ranks "
-            "go on with their own", path, ranks, why,
+            "%s has no random numbers and no windows of ranks %s, because %s: these ranks go on "
+            "with their own", path, ranks, why,
         )  # fmt: skip
 
 

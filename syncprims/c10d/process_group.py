@@ -82,7 +82,6 @@ class _Options(NamedTuple):
     """What a call says beside its tensors."""
 
     op: str  #: the name of a reduction
-    factor: Any  #: of a pre-multiplied sum
     root: Any  #: a group rank
     limit: float | None  #: seconds
 
@@ -277,8 +276,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 root = value
             elif value is not None:
                 op = value
-        name, factor = ("sum", None) if op is None else reduction_of(op)
-        return _Options(name, factor, root, self._limit(timeout))
+        return _Options("sum" if op is None else reduction_of(op), root, self._limit(timeout))
 
     def _note(
         self, kind: str, what: str | None = None, root: int | None = None, op: str | None = None
@@ -333,8 +331,6 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Return the reduction that keeps the dtype of `tensor`, as c10d does."""
         if op in ("band", "bor", "bxor") and (tensor.is_floating_point() or tensor.is_complex()):
             self._refuse(note, "it works on the bits of integers and bools; give tensors of those")
-        if op == "premul_sum":
-            return "sum"
         if tensor.dtype is torch.bool:
             return {"sum": "bor", "prod": "band"}.get(op, op)
         whole = not (tensor.is_floating_point() or tensor.is_complex())
@@ -386,8 +382,6 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             what = ("sparse " if tensor.is_sparse else "") + describe([tensor])
             note = self._note(kind, what, root, options.op)
             plain = tensor.detach()
-            if options.factor is not None:
-                plain = plain * options.factor
             op = self._op_for(note, options.op, tensor)
             if tensor.is_sparse:
                 plain = plain.coalesce()
@@ -509,8 +503,6 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, note: Note, options: _Options, output: torch.Tensor, parts: list[Any]
     ) -> None:
         op, own = self._op_for(note, options.op, output), parts[self._me]
-        if options.factor is not None:
-            parts = [part * options.factor for part in parts]
         sizes = [part.nbytes for part in parts]
         begin = sum(sizes[: self._me])
         with OutputTensors(output) as (out,):

@@ -154,21 +154,22 @@ def finished_work(result: Any = None) -> Any:
 @functools.cache
 def _reductions() -> dict[Any, str]:
     ours = {"avg": "mean", "product": "prod"}
-    names = dist.ReduceOp.RedOpType.__members__
-    return {op: ours.get(name.lower(), name.lower()) for name, op in names.items()}
+    names = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
+    # A sum with a factor, NCCL's own, is left out.
+    return {op: ours.get(name, name) for op, name in names.items() if name != "premul_sum"}
 
 
-def reduction_of(given: Any) -> tuple[str, Any]:
-    """Return our name of a reduction, and the factor of a pre-multiplied sum.
+def reduction_of(given: Any) -> str:
+    """Return our name of a reduction.
 
     A `ReduceOp` of an options object is a wrapper around the enumeration, with the `op` in it.
 
-    :raises ValueError: if it is none of c10d's.
+    :raises ValueError: if it is none that c10d has for all backends.
     """
     name = _reductions().get(getattr(given, "op", given))
     if name is None:
         raise ValueError(f"the c10d backend {NAME!r} cannot reduce with {given}")
-    return name, given.factor if name == "premul_sum" else None
+    return name
 
 
 def show_to_modes(group: Any, name: str, tensors: Sequence[torch.Tensor], call: Any) -> Any:

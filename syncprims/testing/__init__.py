@@ -14,7 +14,7 @@ from .errors import (
     UncontrolledError,
     UnequalRounds,
 )
-from .faults import Delay, Fault, Kill, Raise, Stop, sleep
+from .faults import Delay, Fault, Join, Kill, Raise, Stop, sleep
 from .once_per_session import once_per_session
 from .worlds import Explored, Point, every_point, explore, run_world
 
@@ -25,6 +25,7 @@ __all__ = [
     "Explored",
     "Fault",
     "FaultMissed",
+    "Join",
     "Kill",
     "Point",
     "Raise",

@@ -28,6 +28,9 @@ class FaultTarget:
         """Suspend the rank for so many seconds of its time."""
         time.sleep(seconds)
 
+    def start_replacement(self) -> None:
+        """Start another rank, which joins the run; worlds of threads only."""
+
 
 #: The rank that runs in this context.
 current_target: ContextVar[FaultTarget] = ContextVar(
@@ -66,6 +69,15 @@ class Fault:
 @dataclass(frozen=True)
 class Kill(Fault):
     """The rank dies. In a world of threads its stack is unwound; the other ranks see it dead."""
+
+
+@dataclass(frozen=True)
+class Join(Fault):
+    """Another rank starts to run the program, and joins in the next `reform`.
+
+    It may do so in place of a lost rank: no world has more ranks than it began with. Its result
+    comes after those of the first ranks, if it has joined. Worlds of threads only.
+    """
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,9 @@ def apply_fault(fault: Fault, target: FaultTarget) -> None:
             target.stop()
         case Delay():
             target.sleep(fault.seconds)
+        case Join():
+            target.start_replacement()
         case Raise():
             raise fault.error
         case _:
-            raise NotImplementedError(f"{fault} is no Kill, Raise, Delay or Stop")
+            raise NotImplementedError(f"{fault} is no Kill, Raise, Delay, Join or Stop")

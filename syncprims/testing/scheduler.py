@@ -169,6 +169,8 @@ class Scheduler:
     `break_standstill` is called when no rank can continue and there is no deadline to wait for. It
     returns whether it has enabled a rank to continue; otherwise the world is aborted.
 
+    The last `late` ranks start with :meth:`add`, if at all.
+
     With `enter_rank`, ranks have globals of their own: it is called with each rank that gets the
     turn. Then a thread of a rank may only make a call while the rank's own thread waits for it.
     """
@@ -179,6 +181,7 @@ class Scheduler:
         schedule: RandomSchedule | PCTSchedule,
         break_standstill: Callable[[], bool],
         enter_rank: Callable[[int], None] | None = None,
+        late: int = 0,
     ) -> None:
         self.steps = 0  #: decisions made
         self.turn = 0  #: the rank that runs
@@ -186,6 +189,9 @@ class Scheduler:
         self.threads = [RankThreads() for _ in range(ranks)]  #: that each rank has started
         self.finished = threading.Event()
         self._turns = [_Turn(self, rank, own=True) for rank in range(ranks)]
+        self._late = list(range(ranks - late, ranks))  # ranks that start later, if at all
+        for rank in self._late:
+            self._turns[rank].done, self._turns[rank].waits = True, False
         # By rank and thread. Not by the thread's number: a new thread has that of an ended one.
         self._by_thread: dict[tuple[int, threading.Thread], _Turn] = {}
         self._leaving: set[int] = set()  # ranks that wait for their threads to end
@@ -372,6 +378,12 @@ class Scheduler:
         turn = self._by_thread[rank, threading.current_thread()] = self._turns[rank]
         self._idents[rank] = threading.get_ident()
         self._await(turn)
+
+    def add(self, thread: threading.Thread) -> None:
+        """Start `thread`, a rank one of the late ones."""
+        turn = self._turns[self._late.pop(0)]
+        turn.done, turn.waits = False, True
+        contextvars.Context().run(thread.start)  # it is no thread of the rank that runs now
 
     def leave(self, rank: int) -> None:
         """End the turns of `rank`; called by its own thread."""

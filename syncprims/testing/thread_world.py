@@ -27,7 +27,7 @@ from syncprims.errors import dump
 from syncprims.interface import Backend, Settings, Topology
 
 from .errors import Killed, WorldAborted
-from .faults import FaultTarget, current_target
+from .faults import FaultTarget, Join, current_target
 from .outcomes import RankOutcome, WorldRun, trim_stack
 from .probe import Probe, ProbedBackend
 from .rank_threads import threads_belong_to_ranks, wake
@@ -78,6 +78,9 @@ class _ThreadTarget(FaultTarget):
     def sleep(self, seconds: float) -> None:
         self._world.scheduler.sleep(self._outcome.rank, seconds)
 
+    def start_replacement(self) -> None:
+        self._world.start_late_rank()
+
 
 class ThreadWorld:
     """One run of a world of threads."""
@@ -88,9 +91,13 @@ class ThreadWorld:
         environ = {**environ_without_rank(), "SYNCPRIMS_BACKEND": "threads"}
         if not spec.traced:
             environ.pop("SYNCPRIMS_TRACE", None)
+        late = sum(isinstance(fault, Join) for fault in spec.faults)  # ranks that may start later
+        if late:
+            environ["SYNCPRIMS_ELASTIC"] = "1"
+        ranks = range(spec.ranks + late)
         self._environs = [
-            {**environ, **make_rank_variables(rank, spec.ranks, spec.nodes)}
-            for rank in range(spec.ranks)
+            {**environ, **make_rank_variables(rank % spec.ranks, spec.ranks, spec.nodes)}
+            for rank in ranks
         ]
         self._torch: TorchThreads | None = None
         if spec.torch:
@@ -102,25 +109,27 @@ class ThreadWorld:
             self._torch = TorchThreads(self._environs)
         self._backend: Any = load_backend("threads")
         self.scheduler = Scheduler(
-            spec.ranks,
-            spec.seed.schedule(spec.ranks),
+            len(ranks),
+            spec.seed.schedule(len(ranks)),
             self._break_standstill,
             self._torch.enter if self._torch else None,
+            late,
         )
         # One, unless the program ends its world and starts another.
         self.shared_worlds: list[Any] = []
-        self._worlds_begun = [0] * spec.ranks
-        self._outcomes = [RankOutcome(rank) for rank in range(spec.ranks)]
-        self._run = WorldRun(self._outcomes, spec.faults, spec.seed)
-        self._threads = [
+        self._worlds_begun = [0] * len(ranks)
+        self._outcomes = [RankOutcome(rank) for rank in ranks]
+        self._run = WorldRun(self._outcomes[: spec.ranks], spec.faults, spec.seed)
+        all_threads = [
             RankThread(
                 target=contextvars.copy_context().run,
                 args=(self._run_rank, rank),
                 name=f"rank {rank} of {spec.ranks}",
                 daemon=True,
             )
-            for rank in range(spec.ranks)
+            for rank in ranks
         ]
+        self._threads, self._late = all_threads[: spec.ranks], all_threads[spec.ranks :]
 
     def run(self) -> WorldRun:
         """Return how it went."""
@@ -154,8 +163,17 @@ class ThreadWorld:
             for helper in helpers:
                 if helper.ident in busy and not helper.daemon:
                     helper.join(max(0.0, end - time.monotonic()))
+        # One that waited to join until the others had ended took no part.
+        first = self._spec.ranks
+        run.outcomes = [o for o in run.outcomes if o.rank < first or o.calls or not o.consequence]
         run.steps = self.scheduler.steps
         return run
+
+    def start_late_rank(self) -> None:
+        """Start another rank; it joins in the next `reform`."""
+        self._run.outcomes.append(self._outcomes[len(self._threads)])
+        self._threads.append(self._late.pop(0))
+        self.scheduler.add(self._threads[-1])
 
     # -- a rank -----------------------------------------------------------------------------------
 
@@ -206,7 +224,7 @@ class ThreadWorld:
         # Ranks as they are now: `reform` may have changed them since the start.
         numbers = {s: rank for world in self.shared_worlds for rank, s in enumerate(world.slots)}
         living = {
-            numbers.get(o.rank, o.rank) for o in self._outcomes if o.end in ("left", "stopped")
+            numbers.get(o.rank, o.rank) for o in self._run.outcomes if o.end in ("left", "stopped")
         }
         waits: dict[int, list[Wait]] = {}
         for board, call in waiting.items():

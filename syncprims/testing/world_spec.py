@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TextIO, cast
 from syncprims._protocol.validation import require, seconds
 from syncprims.errors import BackendUnavailable, install
 
-from .faults import Fault
+from .faults import Fault, Join
 from .scheduler import Seed
 
 Kind = Literal["threads", "processes"]
@@ -196,9 +196,11 @@ class WorldSpec:
                 f"backend={self.backend!r} has ranks in processes: say kind='processes'"
             )
         for fault in self.faults:
-            require(fault, Fault, "a fault is a Kill, Raise, Delay or Stop")
+            require(fault, Fault, "a fault is a Kill, Raise, Delay, Join or Stop")
             if fault.rank >= ranks:
                 raise ValueError(f"{fault}: there are ranks 0 to {ranks - 1}")
+            if isinstance(fault, Join) and self.kind != "threads":
+                raise ValueError(f"{fault}: ranks join in worlds of threads; say kind='threads'")
         if nodes < 1 or ranks % nodes:
             raise ValueError(f"nodes={nodes}: {ranks} ranks cannot be divided equally among them")
         if nodes > 1 and self.kind != "threads":

@@ -233,7 +233,7 @@ def every_point(
     :param check: called with every point, to check the state that the fault has left.
     """
     __tracebackhide__ = True
-    require(fault, Fault, "a fault is a Kill, Raise, Delay or Stop")
+    require(fault, Fault, "a fault is a Kill, Raise, Delay, Join or Stop")
     chosen = choose_seed(seed)
     points: list[Point] = []
     for at in range(1, most + 1):

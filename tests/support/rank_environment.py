@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from typing import TYPE_CHECKING
 
 from syncprims._world.launchers import list_rank_variables
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+#: Seconds after which what a test has started counts as hanging: far more than anything takes on a
+#: busy machine, and less than pytest's own limit for a test, whose report says less.
+PATIENCE = 240.0
 
 
 def clean_environ(*others: str) -> dict[str, str]:
@@ -21,3 +26,18 @@ def environ_of_ranks(directory: Path, **more: str) -> dict[str, str]:
     """Return the environment of ranks that meet in `directory`."""
     clean = clean_environ("MASTER_PORT")
     return {**clean, "SYNCPRIMS_DIR": str(directory), "OMP_NUM_THREADS": "1", **more}
+
+
+def run_ranks(
+    directory: Path, *command: str | Path, code: int = 0, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command whose ranks meet in `directory`; it must end with exit code `code`."""
+    done = subprocess.run(
+        command,
+        env=environ_of_ranks(directory, **more),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done

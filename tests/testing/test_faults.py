@@ -102,7 +102,7 @@ def test_what_no_fault_can_be_is_refused() -> None:
         Delay(0, seconds=-1)
     with pytest.raises(ValueError, match="from 1"):
         Kill(0, at=0)
-    with pytest.raises(TypeError, match="a fault is a Kill, Raise, Delay or Stop, and 2 is a int"):
+    with pytest.raises(TypeError, match=r"a fault is a Kill.* or Stop, and 2 is a int"):
         every_point(lambda: sp.barrier(), 2)  # type: ignore[arg-type]
     for run in (run_world, explore):
         with pytest.raises(TypeError, match="ranks is how many there are, and True is a bool"):

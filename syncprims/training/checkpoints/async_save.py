@@ -63,12 +63,12 @@ def start_save(save: Save, lock: contextlib.ExitStack) -> Saving:
 
 
 def finish_earlier() -> None:
-    """Wait for the save in progress, if there is one.
+    """Wait for the save in progress, if there is one; one of ranks before a `reform` is given up.
 
     :raises CheckpointError: if it has failed.
     """
     earlier = current().extras.get(_KEY)
-    if isinstance(earlier, Saving):
+    if isinstance(earlier, _BackgroundSaving) and not earlier.give_up():
         earlier.wait()
 
 
@@ -106,6 +106,7 @@ class _BackgroundSaving(Saving):
         super().__init__(save.place.path)
         self._save = save
         self._group = get_active_group()  # wait() uses it, wherever it is called
+        self._epoch = current().epoch
         self._written: Future[Any] = Future()
         self._committed: Future[None] = Future()
         self._cancelled = threading.Event()
@@ -137,12 +138,26 @@ class _BackgroundSaving(Saving):
         extras, doing = current().extras, self._save.doing
         if extras.get(_KEY) is not self:
             return  # an earlier call has waited
+        if self.give_up():
+            raise CheckpointError(
+                f"{doing} was under way when a rank was lost, and counts as not made: save again",
+                path=self.path,
+            )
         del extras[_KEY]
         wait([self._written])
         with self._lock, self._group, cleanup_on_error(doing, self._cancel):
             coordinate(doing, self._written.result, call=_WAIT)
             self._join()
             coordinate(doing, self._committed.result, call=_WAIT)
+
+    def give_up(self) -> bool:
+        """Return whether the ranks of this save have changed since; then nothing is left of it."""
+        if self._epoch == current().epoch:
+            return False
+        del current().extras[_KEY]
+        with self._lock:
+            self._cancel()
+        return True
 
     def _cancel(self) -> None:
         self._cancelled.set()

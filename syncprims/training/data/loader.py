@@ -298,9 +298,8 @@ class PreparedLoader(DataLoader[T]):
         each = plan.ranks if self._shards_itself else 1  # ranks for which the sampler counts
         single = self.loader.batch_sampler is None
         if plan.dispatch:
-            size = (self.loader if shard is None else shard).batch_size
             batches: Iterator[Any] = dispatch(
-                lambda: self._begin(epoch), plan, size, single=single, start=start, skip=skip
+                lambda: self._begin(epoch), plan, self._size, single=single, start=start, skip=skip
             )
         else:
             batches = self._begin(epoch, start // each, skip)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.rank_environment import environ_of_ranks
+from support.rank_environment import run_ranks
 
 from syncprims._system.host import free_port
 
@@ -31,15 +30,8 @@ def tell():
 def told(line: list[str], source: str, ranks: int, folder: Path, place: Path, **more: str) -> Any:
     script = folder / "script.py"
     script.write_text(_TOLD + source)
-    done = subprocess.run(
-        [*line, sys.executable, str(script), str(folder)],
-        env=environ_of_ranks(place, SYNCPRIMS_JOIN_TIMEOUT="30", **more),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [*line, sys.executable, script, folder]
+    run_ranks(place, *command, SYNCPRIMS_JOIN_TIMEOUT="30", **more)
     return [json.loads((folder / f"end-{rank}").read_text()) for rank in range(ranks)]
 
 

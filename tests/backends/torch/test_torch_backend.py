@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.rank_environment import environ_of_ranks
+from support.rank_environment import run_ranks
 from support.rank_worlds import Died, Kind, Ranks, Signs, fork, served_store
 
 import syncprims as sp
@@ -46,15 +45,7 @@ def launched(
     """Return what each rank tells of `source`, started by a launcher."""
     script = tmp_path / "script.py"
     script.write_text(HEAD + textwrap.dedent(source))
-    done = subprocess.run(
-        [sys.executable, *command, str(script), str(tmp_path)],
-        env=environ_of_ranks(place, **more),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_ranks(place, sys.executable, *command, script, tmp_path, **more)
     return [json.loads((tmp_path / f"end-{rank}").read_text()) for rank in range(ranks)]
 
 
@@ -136,15 +127,7 @@ def test_a_group_that_is_not_the_launchers_world_is_refused(meeting_place: Path)
         "syncprims.barrier()"
     )
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environ_of_ranks(meeting_place, **variables),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 1
+    done = run_ranks(meeting_place, sys.executable, "-c", code, code=1, **variables)
     assert "torch.distributed is initialized with rank=0 and world_size=1" in done.stderr
     assert "torchrun says rank=1 and world_size=2" in done.stderr
 
@@ -221,15 +204,9 @@ def test_a_rank_that_joins_says_for_whom_it_waits(absent: int, meeting_place: Pa
 def test_an_unreachable_store_ends_a_program_as_any_error_does(meeting_place: Path) -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     place |= {"GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = subprocess.run(
-        [sys.executable, "-c", "import syncprims; syncprims.barrier()"],
-        env=environ_of_ranks(meeting_place, **place, SYNCPRIMS_JOIN_TIMEOUT="2"),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 1, done.stderr  # and not SIGABRT's
+    place["SYNCPRIMS_JOIN_TIMEOUT"] = "2"
+    command = [sys.executable, "-c", "import syncprims; syncprims.barrier()"]
+    done = run_ranks(meeting_place, *command, code=1, **place)  # and not SIGABRT's code
     last = done.stderr.splitlines()[-1]
     assert "cannot reach the store" in last
     assert "Connection refused" in last
@@ -564,12 +541,8 @@ def test_an_initialized_group_says_who_one_is(
     script = tmp_path / "script.py"
     script.write_text(_STARTER)
     init = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{tmp_path}/group"
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), init, json.dumps(inner)],
-        env=environ_of_ranks(meeting_place, SYNCPRIMS_JOIN_TIMEOUT="30", **outer),
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = sys.executable, script, tmp_path, init, json.dumps(inner)
+    run_ranks(meeting_place, *command, SYNCPRIMS_JOIN_TIMEOUT="30", **outer)
     said = [json.loads((tmp_path / f"end-{rank}").read_text()) for rank in range(2)]
     assert said == [[[0, 1], rank, 2, rank, 2, 0, 1, launcher] for rank in range(2)]
 
@@ -607,15 +580,7 @@ def test_a_world_that_was_started_before_the_group_is_refused(
             mp.spawn(rank, (int(sys.argv[2]),), nprocs=2)
         """)
     )
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), str(free_port())],
-        env=environ_of_ranks(meeting_place),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_ranks(meeting_place, sys.executable, script, tmp_path, str(free_port()))
     for rank in range(2):
         first, again, found = json.loads((tmp_path / f"end-{rank}").read_text())
         assert f"torch.distributed says rank={rank} and world_size=2" in first
