@@ -35,7 +35,7 @@ class PreparedOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer, accumulator: Accumulator) -> None:
         # Not Optimizer.__init__: the wrapped optimizer holds everything already.
         self.optimizer = optimizer
-        self._recorder = _StepRecorder(optimizer)
+        self._recorder: Any = _StepRecorder(optimizer)
         # An optimizer's own zero_grad() is always called.
         self._plain = getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
         self.steps_taken = 0

@@ -230,7 +230,7 @@ def unwrap_model(model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: b
     """
     found: Any = model
     if keep_torch_compile and isinstance(wrapper := getattr(model, "_orig_mod", None), _WRAPPERS):
-        model._orig_mod = unwrap_model(wrapper, keep_fp32_wrapper)  # type: ignore[assignment]
+        model._orig_mod = unwrap_model(wrapper, keep_fp32_wrapper)
     inner: Any = model
     while isinstance(inner, nn.Module):
         found = inner
