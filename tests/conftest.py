@@ -35,6 +35,7 @@ for _number, _action in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGQUIT, signal.SIG_DFL),
     (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGTERM, signal.SIG_DFL),
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _action)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support import ROOT
 from support.launches import Launches
-from support.rank_environment import clean_environ
+from support.rank_environment import PATIENCE, clean_environ
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,7 +96,7 @@ def test_refused(launches: Launches, flags: list[str], said: str) -> None:
     launches.write("")
     done = subprocess.run(
         [sys.executable, "-m", "syncprims", "run", *flags, str(launches.script)],
-        env=clean_environ(), capture_output=True, text=True, timeout=60, check=False,
+        env=clean_environ(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert said in done.stderr
@@ -121,7 +121,7 @@ def test_the_digits_are_learned_without_a_rank_that_is_killed(tmp_path: Path) ->
             capture_output=True, text=True, check=True,
         )  # fmt: skip
         os.kill(int(children.stdout.split()[2]), signal.SIGKILL)
-        out, err = launcher.communicate(timeout=100)
+        out, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 0, err
     assert re.search(r"lost ranks \[\d\] at step \d+: [34] ranks go on", said + out)
     assert re.search(r"[34] ranks hold the same weights, bit for bit", out)

@@ -17,6 +17,7 @@ from typing import IO
 
 import pytest
 from support.launches import Launches, await_condition, command, find_processes
+from support.rank_environment import PATIENCE
 from support.rank_worlds import CLOSING, CROWDED, skip_unless_crowded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -35,7 +36,7 @@ def call(
     stderr: IO[bytes] | int = subprocess.PIPE,
 ) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        line, env=launches.environ, cwd=cwd, stdout=stdout, stderr=stderr, timeout=60, check=False
+        line, env=launches.environ, cwd=cwd, stdout=stdout, stderr=stderr, check=False
     )
 
 
@@ -137,7 +138,7 @@ def test_signals_reach_the_ranks_leave_no_process_and_restart_none(
     with launches.start(source, "--max-restarts", "5", n=3) as launcher:
         await_lines(launcher, "ready", 3)
         launcher.send_signal(signum)
-        out, err = launcher.communicate(timeout=30)
+        out, err = launcher.communicate(timeout=PATIENCE)
         assert launcher.returncode == code
     assert "restart" not in out + err
 
@@ -342,7 +343,7 @@ def test_a_second_signal_ends_the_ranks_at_once(launches: Launches, second: int)
         await_lines(launcher, "asked")
         time.sleep(0.3)  # what comes sooner is the same request
         launcher.send_signal(second)
-        assert launcher.wait(timeout=20) == 130
+        assert launcher.wait(timeout=PATIENCE) == 130
 
 
 def test_a_signal_counts_while_nobody_reads_the_output(launches: Launches) -> None:
@@ -350,7 +351,7 @@ def test_a_signal_counts_while_nobody_reads_the_output(launches: Launches) -> No
         assert launcher.stdout is not None
         await_unread_output(launcher.stdout)
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=30) == 143
+        assert launcher.wait(timeout=PATIENCE) == 143
 
 
 @pytest.mark.soak
@@ -361,7 +362,7 @@ def test_output_that_is_read_late_is_whole(launches: Launches) -> None:
         await_unread_output(launcher.stdout)
         await_condition(lambda: not find_processes(launches.script)[2:], "the ranks do not end")
         time.sleep(7)  # longer than the launcher waits for anything else
-        out, _ = launcher.communicate(timeout=30)
+        out, _ = launcher.communicate(timeout=PATIENCE)
         assert launcher.returncode == 0
     assert out.count("x" * 99) == 1200
 
@@ -391,7 +392,7 @@ def test_ranks_stop_in_their_own_time_after_a_signal(
         await_lines(launcher, "ready")
         launcher.send_signal(signum)
         await_lines(launcher, "saved")
-        assert launcher.wait(timeout=20) == code
+        assert launcher.wait(timeout=PATIENCE) == code
 
 
 def test_a_rank_that_cannot_be_started_is_told_with_the_limit(launches: Launches) -> None:
@@ -400,7 +401,7 @@ def test_a_rank_that_cannot_be_started_is_told_with_the_limit(launches: Launches
     line = [*command("-n", "40", str(launches.script))]
     done = subprocess.run(
         [sys.executable, "-c", limited + "os.execv(sys.argv[1], sys.argv[1:])", *line],
-        env=launches.environ, capture_output=True, text=True, timeout=60, check=False,
+        env=launches.environ, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert "of 40 cannot be started: Too many open files; start fewer ranks" in done.stderr
@@ -416,7 +417,7 @@ def test_a_signal_counts_while_ranks_are_started(launches: Launches) -> None:
     with launcher:
         await_condition(lambda: len(find_processes(launches.script)) > 3, "no rank was started")
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=30) == 143
+        assert launcher.wait(timeout=PATIENCE) == 143
     assert not find_processes(launches.script)
 
 

@@ -102,7 +102,6 @@ def test_ranks_meet(library: str, source: str, tmp_path: Path, meeting_place: Pa
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     told = [json.loads(line) for line in re.findall(r"TOLD (\[.*\])", done.stdout + done.stderr)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-import tomllib
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -157,14 +156,6 @@ def test_mutable_state_lives_in_one_module() -> None:
     assert "_state = _State(os.environ, " in runtime
 
 
-def test_the_package_list_is_the_tree() -> None:
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    packages = {name for name, path in SOURCES.items() if path.name == "__init__.py"}
-    assert set(tool["packages"]) == packages
-    assert {name.rpartition(".")[0] for name in SOURCES} - {""} <= packages
-    assert tool["package-dir"] == {"syncprims.backends": "backends"}
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_names_no_file_of_the_code_that_does_not_exist(page: Path) -> None:
     text = page.read_text()
@@ -173,13 +164,6 @@ def test_a_page_names_no_file_of_the_code_that_does_not_exist(page: Path) -> Non
     named = set(re.findall(r"`([\w/.-]+\.py)`", text)) - known
     named |= set(re.findall(r"`((?:syncprims|backends|tests)/[\w/.]*)`", text))
     assert [name for name in named if not (ROOT / name).exists()] == []
-
-
-def test_the_page_names_every_folder() -> None:
-    page = (ROOT / "docs/concepts/architecture.md").read_text()
-    named = set(re.findall(r"`((?:syncprims|backends|tests)/[\w/.]*)`", page))
-    folders = {path.parent.relative_to(ROOT) for path in SOURCES.values()}
-    assert {f"{folder}/" for folder in folders} <= named
 
 
 def test_a_class_name_means_one_class() -> None:

@@ -14,11 +14,7 @@ import pytest
 from support.pages import PAGES, ROOT, Block, Command, blocks, commands, matches, name
 from support.rank_environment import clean_environ
 
-from syncprims._world.launchers import detect
 from syncprims.testing import run_world
-
-#: Blocks that say they cannot run here: a page that needs more has to be written another way.
-MOST_NOT_RUN = 12
 
 #: Programs that are really run; of the others it is checked that what they name is there.
 RUN = {"syncprims", "python", "pytest", "torchrun", "bash"}
@@ -43,11 +39,6 @@ def test_every_block_says_what_it_is(page: Path) -> None:
     for block in blocks(page):
         assert block.language in LANGUAGES, f"{name(page)}:{block.line}: {block.language!r}"
         assert len(block.marks.get("not run", "a reason, in words")) > 15, block
-
-
-def test_few_blocks_cannot_run_here() -> None:
-    found = [f"{name(p)}:{b.line}" for p in PAGES for b in blocks(p) if "not run" in b.marks]
-    assert len(found) <= MOST_NOT_RUN, found
 
 
 def segments(page: Path) -> list[tuple[str, list[Block]]]:
@@ -169,7 +160,7 @@ def run_command(page: Path, command: Command, folder: Path, environ: dict[str, s
     place = f"{name(page)}:{command.line}"
     done = subprocess.run(
         ["bash", "-c", command.text],
-        cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False,
+        cwd=folder, env=environ, capture_output=True, text=True, check=False,
     )  # fmt: skip
     said = done.stdout + done.stderr
     assert done.returncode == command.code, f"{place} ended with {done.returncode}:\n{said}"
@@ -232,31 +223,6 @@ def test_other_blocks_are_whole(page: Path) -> None:
                 ["bash", "-n"], input=block.code, capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, f"{name(page)}:{block.line}: {done.stderr}"
-
-
-BATCH = [(p, b) for p in PAGES for b in on(p, "bash") if "#SBATCH" in b.code]
-
-
-@pytest.mark.parametrize(
-    ("page", "block"), BATCH, ids=lambda x: name(x) if isinstance(x, Path) else ""
-)
-def test_a_slurm_script_starts_the_world_that_its_page_says(page: Path, block: Block) -> None:
-    """Its steps set these variables for each task; what is found has to fit."""
-    said = dict(re.findall(r"#SBATCH --([\w-]+)=(\S+)", block.code))
-    nodes, tasks = int(said.get("nodes", 1)), int(said["ntasks-per-node"])
-    exported = dict(re.findall(r"^export (\w+)=(\S+)", block.code, re.MULTILINE))
-    assert re.search(r"^srun\b", block.code, re.MULTILINE)
-    for rank in range(nodes * tasks):
-        topology = detect({
-            **exported, "SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank),
-            "SLURM_NTASKS": str(nodes * tasks), "SLURM_STEP_NUM_TASKS": str(nodes * tasks),
-            "SLURM_LOCALID": str(rank % tasks), "SLURM_NODEID": str(rank // tasks),
-            "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x{nodes})" if nodes > 1 else str(tasks),
-            "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_JOB_NUM_NODES": str(nodes),
-        })  # fmt: skip
-        assert (topology.rank, topology.world_size) == (rank, nodes * tasks)
-        assert (topology.node_rank, topology.num_nodes) == (rank // tasks, nodes)
-        assert topology.launcher == "SLURM"
 
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")

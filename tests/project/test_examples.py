@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import ROOT
-from support.rank_environment import clean_environ
+from support.rank_environment import PATIENCE, clean_environ
 
 
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn's digits")
@@ -27,7 +27,7 @@ def test_digits_learn_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None
              str(ROOT / "examples" / "digits.py"),
              "--cache", str(tmp_path / f"cache-{ranks}" / "digits.npz"), "--save", str(weights)],
             env=clean_environ(),
-            capture_output=True, text=True, timeout=120, check=False,
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("prepared 1797 digits") == 1
@@ -54,9 +54,7 @@ def test_a_training_that_is_preempted_and_then_fails_goes_on_bit_for_bit(tmp_pat
     clean = {**clean_environ(), "OMP_NUM_THREADS": "1"}
 
     def finish(command: list[str]) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            command, env=clean, capture_output=True, text=True, timeout=120, check=False
-        )
+        done = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done
 
@@ -70,7 +68,7 @@ def test_a_training_that_is_preempted_and_then_fails_goes_on_bit_for_bit(tmp_pat
             time.sleep(0.01)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[-1]), signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     [saved] = re.findall(r"saved step (\d+): SIGTERM on ranks \[\d\]", out)
     assert (run / f"step-{saved}").exists()

@@ -40,7 +40,3 @@ def test_training_says_that_it_needs_torch() -> None:
         "ImportError: syncprims.training needs torch: pip install '.[torch]' in the checkout of "
         "syncprims\n"
     )
-
-
-def test_the_probe_would_notice() -> None:
-    assert "numpy" in loaded_after("import numpy")

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from support import ROOT
+from support.launcher_variables import SLURM, env
 from support.rank_environment import clean_environ
 
-from syncprims import Topology
 from syncprims._world.launchers import detect
 from syncprims._world.settings import derive_store, read_settings
 from syncprims.testing import run_world
@@ -32,7 +32,7 @@ def run(*command: object, folder: Path | None = None, **more: str) -> str:
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=folder, env={**clean, "OMP_NUM_THREADS": "1", **more},
-        capture_output=True, text=True, timeout=150, check=False,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -167,8 +167,6 @@ def test_workers_share_a_database_that_one_of_them_made(tmp_path: Path) -> None:
 
 # -- SLURM --------------------------------------------------------------------------------------
 
-BATCH = EXAMPLES / "slurm.sbatch"
-
 #: Stands for srun: it writes down with which variables and for which command it was called.
 SRUN = """#!/bin/sh
 env -0 > "$SRUN_SAW.env"
@@ -176,77 +174,42 @@ printf '%s\\0' "$@" > "$SRUN_SAW.args"
 """
 
 
-def directives() -> dict[str, str]:
-    """Return the options that sbatch would read."""
-    lines = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", BATCH.read_text(), re.MULTILINE)
-    return dict(lines)
-
-
-def submitted(tmp_path: Path) -> tuple[dict[str, str], list[str]]:
-    """Run the batch script as SLURM would, and return what reaches the ranks: variables, words."""
-    programs, saw = tmp_path / "bin", tmp_path / "saw"
+def test_the_batch_script_is_sound_and_starts_what_is_there(tmp_path: Path) -> None:
+    batch, programs, saw = EXAMPLES / "slurm.sbatch", tmp_path / "bin", tmp_path / "saw"
     programs.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\n")):
         (programs / name).write_text(text)
         (programs / name).chmod(0o700)
-    options = directives()
-    job = {
-        "SLURM_JOB_ID": "4242",
-        "SLURM_JOB_NAME": options["job-name"],
-        "SLURM_JOB_NODELIST": "node[07-08]",
-        "SLURM_NTASKS": str(int(options["nodes"]) * int(options["ntasks-per-node"])),
-        "SLURM_CPUS_PER_TASK": options["cpus-per-task"],
-        "SLURM_SUBMIT_DIR": str(EXAMPLES.parent),
-        "SLURM_PROCID": "0",  # as in every batch script
-    }
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", batch.read_text(), re.MULTILINE))
+    job = env("SLURM_JOB_ID=4242 SLURM_JOB_NODELIST=node[07-08] SLURM_PROCID=0")
+    job["SLURM_NTASKS"] = str(int(options["nodes"]) * int(options["ntasks-per-node"]))
+    job["SLURM_CPUS_PER_TASK"] = options["cpus-per-task"]
+    job |= {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NAME": options["job-name"]}
     done = subprocess.run(
-        ["bash", str(BATCH)],
+        ["bash", str(batch)],
         env={"PATH": f"{programs}:/usr/bin:/bin", "SRUN_SAW": str(saw), **job},
-        cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False,
+        cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     pairs = saw.with_suffix(".env").read_text().split("\0")
+    environ = dict(pair.split("=", 1) for pair in pairs if pair)
     words = saw.with_suffix(".args").read_text().split("\0")[:-1]
-    return dict(pair.split("=", 1) for pair in pairs if pair), words
-
-
-def test_the_batch_script_is_sound_and_starts_what_is_there(tmp_path: Path) -> None:
-    subprocess.run(["bash", "-n", str(BATCH)], check=True, timeout=30)
-    environ, words = submitted(tmp_path)
     assert detect(environ).launcher == "none"  # the script itself is no rank
     python = words.index("python")
     assert all(word.startswith("--") for word in words[:python])
     assert Path(words[python + 1]) == EXAMPLES / "preempt.py"
     known = re.findall(r'add_argument\("(--[\w-]+)"', Path(words[python + 1]).read_text())
     assert {word for word in words[python + 2 :] if word.startswith("--")} <= set(known)
-    assert environ["OMP_NUM_THREADS"] == directives()["cpus-per-task"]
-
-
-def test_every_task_of_the_batch_script_finds_its_place(tmp_path: Path) -> None:
-    environ, _ = submitted(tmp_path)
-    nodes, tasks = int(directives()["nodes"]), int(directives()["ntasks-per-node"])
-    found = []
-    for rank in range(nodes * tasks):
-        step = {
-            "SLURM_STEP_ID": "0",
-            "SLURM_STEP_NUM_TASKS": str(nodes * tasks),
-            "SLURM_STEP_NUM_NODES": str(nodes),
-            "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x{nodes})",
-            "SLURM_STEP_NODELIST": environ["SLURM_JOB_NODELIST"],
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank % tasks),
-            "SLURM_NODEID": str(rank // tasks),
-        }
-        found.append(detect({**environ, **step}))
-        settings = read_settings({**environ, **step})
-        assert (settings.timeout, settings.join_timeout) == (600, 900)
-        assert settings.store is None  # the user says nothing
-        store = derive_store({**environ, **step}, found[-1])
-        assert store is not None
-        assert store[0] == "node07"  # where all meet
-    run_id = found[0].run_id
-    assert run_id is not None
-    assert found == [
-        Topology(rank, nodes * tasks, rank % tasks, tasks, rank // tasks, nodes, "SLURM", run_id)
-        for rank in range(nodes * tasks)
-    ]
+    assert environ["OMP_NUM_THREADS"] == options["cpus-per-task"]
+    settings = read_settings(environ)
+    assert (settings.timeout, settings.join_timeout) == (600, 900)
+    tasks, nodes = int(options["ntasks-per-node"]), int(options["nodes"])
+    step = SLURM | environ
+    step |= {"SLURM_STEP_NUM_TASKS": str(nodes * tasks), "SLURM_STEP_NUM_NODES": str(nodes)}
+    step |= env(f"SLURM_STEP_TASKS_PER_NODE={tasks}(x{nodes}) SLURM_STEP_NODELIST=node[07-08]")
+    step |= env("SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_NODEID=0")
+    place = detect(step)
+    assert (place.rank, place.local_rank, place.world_size) == (1, 1, nodes * tasks)
+    store = derive_store(step, place)
+    assert store is not None
+    assert store[0] == "node07"  # where all meet

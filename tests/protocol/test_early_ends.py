@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -133,12 +132,11 @@ def test_a_rank_of_an_earlier_world_has_made_a_call(launches: Launches) -> None:
 
 
 def test_a_rank_records_its_own_end(scripts: Scripts, meeting_place: Path) -> None:
-    ended = scripts.run("if rank == 0: barrier('saved')\n")
+    ended = scripts.run("if rank == 0: barrier('saved')\n", SYNCPRIMS_JOIN_TIMEOUT="600")
     assert [one.code for one in ended] == [1, 0, 0]
     told = ended[0].err.partition("PeerLost: ")[2]
     assert told[7:].startswith("ended (exit code 0) before its first call"), told  # rank 1 or 2
     assert "while rank 0 is in barrier 'saved' (script.py:4)" in ended[0].err
-    assert ended[0].seconds < 25  # of 30 s to join
     assert not any(meeting_place.iterdir())
 
 
@@ -221,8 +219,9 @@ def torchrun(launches: Launches, backend: str, meeting_place: Path) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          str(launches.script)],
-        env={**launches.environ, "SYNCPRIMS_BACKEND": backend, "SYNCPRIMS_DIR": str(meeting_place)},
-        capture_output=True, text=True, timeout=150, check=False,
+        env={**launches.environ, "SYNCPRIMS_BACKEND": backend, "SYNCPRIMS_DIR": str(meeting_place),
+             "SYNCPRIMS_JOIN_TIMEOUT": "600"},  # longer than the limit of a test
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     return done.stderr
@@ -234,9 +233,7 @@ def test_ranks_of_torchrun_record_their_own_end(
     launches: Launches, meeting_place: Path, backend: str
 ) -> None:
     launches.write("if is_main(): barrier('saved')\n")
-    begin = time.monotonic()
     said = torchrun(launches, backend, meeting_place)
-    assert time.monotonic() - begin < 120
     assert "before its first call, while rank 0 is in barrier 'saved'" in said
     assert "rank 1 ended" in said
 

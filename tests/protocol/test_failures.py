@@ -419,13 +419,12 @@ def test_interrupts_at_any_moment_leave_no_call_open(meeting_place: Path) -> Non
     class Tick(Exception):
         pass
 
-    def program() -> int:
+    def program() -> None:
         def tick(signum: int, frame: object) -> None:
             raise Tick
 
         ticks = 0
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline:
+        while ticks < 2000:
             with sp.init():
                 try:
                     signal.signal(signal.SIGALRM, tick)
@@ -444,10 +443,8 @@ def test_interrupts_at_any_moment_leave_no_call_open(meeting_place: Path) -> Non
                             pass
                 with contextlib.suppress(sp.PeerFailed):
                     sp.barrier("again")
-        return ticks
 
-    (ticks,) = Ranks(Kind("single", 1), meeting_place).run_alone(program)
-    assert ticks > 100
+    Ranks(Kind("single", 1), meeting_place).run_alone(program)
 
 
 def test_a_deadlock_that_was_caught_does_not_follow_healthy_groups(

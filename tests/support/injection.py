@@ -231,7 +231,7 @@ def _all_equal(value: Any) -> Any:
 
 CALLS: dict[str, Call] = {
     "barrier": Call(lambda _: sp.barrier()),
-    "named barrier": Call(lambda _: sp.barrier("x", timeout=30)),
+    "named barrier": Call(lambda _: sp.barrier("x", timeout=600)),
     "broadcast": Call(lambda i: sp.broadcast([i]), lambda i: [i]),
     "broadcast from 1": Call(lambda i: sp.broadcast([i], 1), lambda i: [i]),
     "broadcast pickle": Call(lambda i: sp.broadcast(slice(i)), slice),

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from support.rank_environment import clean_environ
+from support.rank_environment import PATIENCE, clean_environ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -49,7 +49,7 @@ def find_processes(script: Path) -> list[str]:
 
 def await_condition(condition: Callable[[], object], what: str) -> None:
     """Wait until `condition` holds."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
@@ -78,7 +78,6 @@ class Launches:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=60,
             check=False,
         )
         assert not find_processes(self.script), "a process outlived its launcher"

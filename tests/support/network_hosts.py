@@ -18,12 +18,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from support.rank_environment import clean_environ
+from support.rank_environment import PATIENCE, clean_environ
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
 
-PATIENCE = 90.0  # seconds; a run starts torch on two processors several times
 PORT = "29400"  # networks are private, so runs do not collide
 _TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
 

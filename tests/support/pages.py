@@ -12,7 +12,7 @@ HTML comments give instructions that readers do not see:
 - ``<!-- raises: ValueError -->`` before a Python block: it raises this error.
 - ``<!-- exit: 1 -->`` before a console block: its last command ends with this code.
 - ``<!-- slow: reason -->`` before a console block: `make soak` runs it, the tests do not.
-- ``<!-- not run: reason -->`` before a block: it cannot run here. A test limits their number.
+- ``<!-- not run: reason -->`` before a block: it cannot run here.
 """
 
 from __future__ import annotations

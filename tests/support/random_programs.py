@@ -25,8 +25,8 @@ import numpy as np
 import syncprims as sp
 from support.forks import prepare_forks
 from support.histories import Event, History, Kind, Step, show, violations
+from support.rank_worlds import PATIENCE, environment, fork
 from support.rank_worlds import Kind as World
-from support.rank_worlds import environment, fork
 from syncprims._api.trigger import SelfClearingTrigger
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from support.rank_worlds import ServedStore
 
-_PATIENCE = 60.0  # seconds after which a run counts as hanging
 _OPS = ("sum", "min", "max")
 _KINDS: list[Kind] = [
     *("barrier", "barrier", "broadcast", "broadcast", "all_reduce", "all_gather"),
@@ -287,7 +286,7 @@ def run(seed: int, directory: Path, logs: Path, store: ServedStore | None = None
 
 def _hurt(pids: Sequence[int], made: Plan, joined: int) -> tuple[dict[int, int], list[int]]:
     """Send signals after all have joined, then wait; return the kills and the hanging ranks."""
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + PATIENCE
     eyes = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids)}
     kills: dict[int, int] = {}
     try:

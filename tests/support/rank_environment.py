@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+#: Seconds after which what a test has started counts as hanging: far more than anything takes on a
+#: busy machine, and less than pytest's own limit for a test, whose report says less.
+PATIENCE = 240.0
+
 
 def clean_environ(*others: str) -> dict[str, str]:
     """Return this process's variables without the library's, any launcher's, and the `others`."""
@@ -35,7 +39,6 @@ def run_ranks(
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done

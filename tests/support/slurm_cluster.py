@@ -15,7 +15,8 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from .network_hosts import PATIENCE, Network, why_not
+from .network_hosts import Network, why_not
+from .rank_environment import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Generator

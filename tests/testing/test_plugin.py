@@ -57,7 +57,7 @@ class Project:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
             cwd=self.folder, env={**clean, **variables}, input=stdin, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
         return Result(done.returncode, done.stdout)
 

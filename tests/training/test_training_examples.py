@@ -34,7 +34,6 @@ def run(kind: str, script: str, *options: object) -> str:
         env={**clean_environ(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr

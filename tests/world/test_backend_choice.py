@@ -26,7 +26,6 @@ def say(code: str, **variables: str) -> tuple[int, str]:
         env={**clean_environ(), **variables},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr

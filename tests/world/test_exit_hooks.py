@@ -291,7 +291,6 @@ if __name__ == "__main__":
         env={**clean_environ(), "SYNCPRIMS_DIR": str(meet)},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     said = done.stdout.splitlines()
@@ -375,7 +374,6 @@ if __name__ == "__main__":
         env={**clean_environ(), "SYNCPRIMS_DIR": str(tmp_path / "meet")},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert done.stdout == "PeerFailed True\n", done.stderr

@@ -236,7 +236,6 @@ def test_a_child_forked_while_another_thread_starts_the_world_is_refused(
 ) -> None:
     def program() -> Any:
         def child() -> None:
-            signal.alarm(2)  # far longer than a refusal takes
             with pytest.raises(sp.ForkedProcess):
                 sp.init()
             signs.give("refused")

@@ -17,6 +17,7 @@ from conftest import several
 from support import warm_torch  # noqa: F401
 from support.checkpoint_worlds import Alone, Kept, on_some
 from support.file_faults import watched
+from support.rank_environment import PATIENCE
 from support.rank_worlds import Ranks, environment
 from torch import nn
 
@@ -100,7 +101,7 @@ def test_a_program_that_ends_lets_its_last_save_be_finished(tmp_path: Path, worl
         subprocess.Popen(command, env=environment(world.kind, rank, world.directory, "ends"))
         for rank in range(world.ranks)
     ] if world.kind.backend == "file" else []  # fmt: skip
-    assert [process.wait(60) for process in started] == [0] * len(started)
+    assert [process.wait(PATIENCE) for process in started] == [0] * len(started)
     assert (path / "checkpoint.json").exists() == bool(started)
 
 
