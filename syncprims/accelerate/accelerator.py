@@ -245,11 +245,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         return self.prepare(data_loader, device_placement=device_placement)
 
     accumulate = _of_accumulator(Accumulator.accumulate)
-
-    def backward(self, loss: torch.Tensor, weight: float | None = None, **options: Any) -> None:
-        """Add the gradients of `loss`. See :meth:`syncprims.training.Accumulator.backward`."""
-        self.accumulator.backward(loss, weight, **options)
-
+    backward = _of_accumulator(Accumulator.backward)
     flush = _of_accumulator(Accumulator.flush)
     no_sync = _of_accumulator(Accumulator.no_sync)
     trigger_sync_in_backward = _of_accumulator(Accumulator.sync_in_backward)
