@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from .accumulation import AccumulationWindow, Accumulator, parameters_of
 
@@ -211,7 +210,7 @@ class PreparedScheduler:
         follow: bool = True,
         to_end: bool = False,
     ) -> None:
-        self.scheduler: LRScheduler = scheduler  # or an object with the same methods
+        self.scheduler = scheduler  # of torch, or an object with the same methods
         self._optimizers = optimizers
         self._advance = advance
         self._follow = follow
