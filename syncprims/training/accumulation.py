@@ -109,7 +109,6 @@ class Accumulator:
     def accumulate(self, *models: nn.Module) -> AccumulationWindow:
         """Return a context manager around one micro-batch of `models`, prepared ones by default.
 
-        :raises ValueError: if there are no models.
         :raises RuntimeError: if the block is entered inside of itself.
         """
         window = self._windows.get(models)
@@ -119,8 +118,6 @@ class Accumulator:
                 self.entered.append(window)
             return window
         chosen = models or self.models
-        if not chosen:
-            raise ValueError("accumulate() takes the models whose gradients add up, or prepare one")
         window = self._windows[models] = AccumulationWindow(chosen, models, self)
         for model in chosen:
             self._watch_model(model)
