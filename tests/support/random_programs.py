@@ -1,7 +1,5 @@
 """Random programs of synchronizations, run by forked ranks under random faults.
 
-    python -m support.random_programs SEED [TIMES]
-
 The seed decides the program, its values and its faults. Only the scheduling is not determined.
 """
 
@@ -13,8 +11,6 @@ import os
 import random
 import select
 import signal
-import sys
-import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -23,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 import syncprims as sp
-from support.forks import prepare_forks
 from support.rank_worlds import PATIENCE, environment, fork
 from support.rank_worlds import Kind as World
 from syncprims._api.trigger import SelfClearingTrigger
@@ -281,8 +276,7 @@ def show(history: History) -> str:
     def clock(at: int) -> str:
         return f"{(at - begin) / 1e6:9.3f} ms"
 
-    lines = [f"seed {history.seed}, {len(history.ranks)} ranks; replay it with"]
-    lines.append(f"    python -m support.random_programs {history.seed}")
+    lines = [f"seed {history.seed}, {len(history.ranks)} ranks"]
     lines += [f"  {fault}" for fault in history.faults]
     for rank, events in enumerate(history.events):
         lines.append(f"rank {rank}, exit code {history.codes[rank]}")
@@ -588,21 +582,3 @@ def check(
         history = run(seed, directory, logs, store)
         found = violations(history)
         assert not found, "\n".join([*found, show(history)])
-
-
-def main() -> None:
-    """Run one seed, once or several times, and print the history by rank."""
-    seed, times = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
-    prepare_forks()
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(times):
-            history = run(seed, Path(folder), Path(folder))
-            found = violations(history)
-            if found or times == 1:
-                print(show(history), *found, sep="\n")
-            if found:
-                sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
