@@ -35,7 +35,7 @@ class PreparedOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer, accumulator: Accumulator) -> None:
         # Not Optimizer.__init__: the wrapped optimizer holds everything already.
         self.optimizer = optimizer
-        self._recorder = _StepRecorder(optimizer)
+        self._recorder: Any = _StepRecorder(optimizer)
         # An optimizer's own zero_grad() is always called.
         self._plain = getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
         self.steps_taken = 0
@@ -63,18 +63,13 @@ class PreparedOptimizer(Optimizer):
     defaults = delegated("optimizer.defaults")
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet: the object is being copied
-            raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:
         return f"Prepared{self.optimizer!r}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+    def __reduce__(self) -> Any:
+        return _copy_of_no_job, (self.optimizer,)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state."""
@@ -172,6 +167,11 @@ class PreparedOptimizer(Optimizer):
                 if (after := scaler.get_scale()) != before:
                     torch._foreach_mul_(there, after / before)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             scaler.unscale_(self._recorder)
+
+
+def _copy_of_no_job(optimizer: Optimizer) -> PreparedOptimizer:
+    """Return what a copied or pickled optimizer is: every step passes."""
+    return PreparedOptimizer(optimizer, Accumulator())
 
 
 class _StepRecorder:

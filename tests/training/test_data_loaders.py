@@ -617,6 +617,24 @@ def test_a_job_shares_the_rest_of_an_epoch_too(tmp_path: Path) -> None:
     assert sorted(part(4) + part(2)) == list(range(40))
 
 
+def test_worlds_of_any_sizes_share_an_epoch_without_a_sample_twice() -> None:
+    for seed in range(500):
+        dice = random.Random(seed)
+        data, taken = range(dice.randint(0, 60)), list[int]()
+        for rounds in (*(dice.randint(0, 4) for _ in range(3)), None):
+            ranks, split = dice.randint(1, 5), dice.random() < 0.3
+            whole = ranks if split else 1
+            size, cut = (dice.choice((1, 2, 3, 5)) * whole for _ in range(2))
+            plan = ShardPlan(0, ranks, even=False, split=split, size=dice.choice((None, cut)))
+            start = len(taken)
+            for rank in range(ranks):
+                shard = BatchShard(BatchSampler(data, size, False), plan._replace(rank=rank))
+                shard.start = start
+                taken += [x for batch in itertools.islice(shard, rounds) for x in batch]
+            assert sorted(taken) == list(range(len(taken))), seed
+        assert len(taken) == len(data), seed
+
+
 def change_to(members: tuple[int | None, ...], furthest: int) -> syncprims.Change:
     """Return what `reform` would return on this rank."""
     before = members[syncprims.get_rank()]
