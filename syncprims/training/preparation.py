@@ -78,6 +78,13 @@ class JobOptions:
     ddp: dict[str, Any] | None = None  #: options for DDP
 
 
+#: Those of :func:`prepare_data_loader`.
+_LOADER_OPTIONS = (
+    "even_batches", "split_batches", "dispatch_batches", "seed", "order", "skip_finished",
+    "non_blocking",
+)  # fmt: skip
+
+
 class _NoSync:
     """The method ``no_sync()`` of a prepared model, as DDP has it. In a copy it does nothing."""
 
@@ -140,18 +147,11 @@ class Preparation:
 
     def loader(self, loader: DataLoader[Any]) -> PreparedLoader[Any]:
         """Return a loader of this rank's batches. Collective."""
-        options = self.options
         prepared = prepare_data_loader(
             loader,
-            device=self.device if options.device_placement else None,
-            even_batches=options.even_batches,
-            split_batches=options.split_batches,
-            dispatch_batches=options.dispatch_batches,
-            order=options.order,
-            skip_finished=options.skip_finished,
-            seed=options.seed,
+            device=self.device if self.options.device_placement else None,
             loaders=self.accumulator.loaders,
-            non_blocking=options.non_blocking,
+            **{name: getattr(self.options, name) for name in _LOADER_OPTIONS},
         )
         if not any(prepared is known for known in self.loaders):
             self.loaders.append(prepared)
