@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from syncprims.errors import ConfigurationError, install
 
 from .console import CommandParser
 
-RANKS, BACKEND, DEVICES, SCRIPT_ENVIRONMENT, NODES, SCRIPT, ACCELERATE = (
+RANKS, BACKEND, DEVICES, SCRIPT_ENVIRONMENT, NODES, SCRIPT = (
     "number of ranks",
     "backend",
     "processors and devices",
     "settings of the script",
     "several nodes (started by torchrun)",
     "the script",
-    "known from accelerate launch",
 )
 
 
@@ -29,9 +33,6 @@ class Option(NamedTuple):
     help: str
     metavar: str | None = None  #: None: it is a switch
     short: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()  #: flags of accelerate launch with the same meaning
-    note: str = ""  #: why it changes nothing here
-    example: str = "false"  #: how a file shows it while it is not set
 
     @property
     def flag(self) -> str:
@@ -129,13 +130,6 @@ def address(value: object) -> tuple[str, int]:
     return host, int(port)
 
 
-def no_compiler(value: object) -> str:
-    """Read ``no``: any other compiler belongs in the script."""
-    if str(value).lower() != "no":
-        raise InvalidValue(f"{value!r}: write `model = torch.compile(model)` in the script")
-    return "no"
-
-
 SECONDS = number(float, 1e-3, "a number of seconds")
 
 
@@ -154,68 +148,45 @@ class Options:
     # fmt: off
     ranks: int | None = _option(number(int, 1, "a number of ranks"), RANKS,
         "how many ranks to start; with several nodes, on each (default: one for each of --gpus)",
-        "N", ("-n", "-np"), example="4")
+        "N", ("-n", "-np"))
     max_restarts: int | None = _option(number(int, 0, "a number of restarts"), RANKS,
         "how often to start all ranks again after one has failed; with --elastic, how many "
-        "replacements to start (default: 0)", "N", example="0")
+        "replacements to start (default: 0)", "N")
     elastic: tuple[int, int] | None = _option(span, RANKS,
         "start MAX ranks, and go on after losses while at least MIN of them live; the script calls "
-        "reform()", "MIN:MAX", example='"2:4"')
+        "reform()", "MIN:MAX")
     backend: str | None = _option(word, BACKEND,
         "where the ranks meet: file (shared memory of one host, no torch), torch, gloo, nccl, "
         "single, or a plug-in's (default: $SYNCPRIMS_BACKEND, else nccl with --gpus, else torch "
-        "with several nodes, else file)", "NAME", example='"file"')
+        "with several nodes, else file)", "NAME")
     timeout: float | None = _option(SECONDS, BACKEND,
         "seconds after which waiting for other ranks is an error ($SYNCPRIMS_TIMEOUT)",
-        "SECONDS", example="600")
+        "SECONDS")
     gpus: tuple[str, ...] | None = _option(device_ids, DEVICES,
         "CUDA devices that the ranks see, as 0,1 or all; at least one for each rank "
-        "($CUDA_VISIBLE_DEVICES)", "IDS", also=("--gpu-ids",), example='"0,1"')
+        "($CUDA_VISIBLE_DEVICES)", "IDS")
     cpu: bool = _option(switch, DEVICES, "hide all CUDA devices from the ranks")
     threads: int | None = _option(number(int, 1, "a number of threads"), DEVICES,
         "threads of the math libraries in each rank (default: $OMP_NUM_THREADS, else the "
         "processors divided by the ranks)",
-        "N", also=("--num-cpu-threads-per-process",), example="4")
+        "N")
     mixed_precision: str | None = _option(one_of("no", "bf16", "fp16"), SCRIPT_ENVIRONMENT,
         "what syncprims.training computes in: no, bf16 or fp16 ($SYNCPRIMS_MIXED_PRECISION)",
-        "MODE", example='"bf16"')
+        "MODE")
     serve_torch: bool = _option(switch, SCRIPT_ENVIRONMENT,
         "serve the script's torch.distributed, whatever backend it asks for: calls that differ and "
         "ranks that are lost raise errors that name them ($SYNCPRIMS_SERVE_TORCH)")
     trace: str | None = _option(word, SCRIPT_ENVIRONMENT,
-        "record every round of every rank in this directory ($SYNCPRIMS_TRACE)", "DIR",
-        example='"trace"')
+        "record every round of every rank in this directory ($SYNCPRIMS_TRACE)", "DIR")
     nodes: int | None = _option(number(int, 1, "a number of nodes"), NODES,
-        "number of machines; run the command on each", "N", also=("--num-machines",), example="2")
+        "number of machines; run the command on each", "N")
     node_rank: int | None = _option(number(int, 0, "a number of a node"), NODES,
-        "which of them this is, from 0 (default: torchrun numbers them as they join)", "K",
-        also=("--machine-rank",), example="0")
+        "which of them this is, from 0 (default: torchrun numbers them as they join)", "K")
     rendezvous: tuple[str, int] | None = _option(address, NODES,
-        "where they meet: an address of node 0, and a free port there", "HOST:PORT",
-        example='"node0:29500"')
+        "where they meet: an address of node 0, and a free port there", "HOST:PORT")
     module: bool = _option(switch, SCRIPT, "the script is a module, as in python -m", short=("-m",))
-    script: str | None = _option(word, SCRIPT, "the script to run", "SCRIPT",
-        example='"train.py"')
-    args: tuple[str, ...] = _option(words, SCRIPT, "the arguments of the script", "ARGS",
-        example='["--lr", "0.1"]')
-    num_processes: int | None = _option(number(int, 1, "a number of ranks"), ACCELERATE,
-        "ranks on all nodes together", "N")
-    multi_gpu: bool = _option(switch, ACCELERATE, "the same as --gpus all")
-    main_process_ip: str | None = _option(word, ACCELERATE, "the host in --rendezvous", "HOST")
-    main_process_port: int | None = _option(number(int, 0, "a port"), ACCELERATE,
-        "the port in --rendezvous", "PORT")
-    rdzv_backend: str | None = _option(one_of("static", "c10d"), ACCELERATE,
-        "static needs --node-rank, c10d does not", "NAME")
-    dynamo_backend: str | None = _option(no_compiler, ACCELERATE, "changes nothing: only no",
-        "NAME", note="the script compiles its model, if any")
-    debug: bool = _option(switch, ACCELERATE, "changes nothing",
-        note="shapes and calls are compared on every run")
-    quiet: bool = _option(switch, ACCELERATE, "changes nothing", short=("-q",),
-        note="only the rank that failed first is shown in any case")
-    same_network: bool = _option(switch, ACCELERATE, "changes nothing",
-        note="--rendezvous is the address in any network")
-    main_training_function: str | None = _option(word, ACCELERATE, "changes nothing", "NAME",
-        note="the script is run, as python runs it")
+    script: str | None = _option(word, SCRIPT, "the script to run", "SCRIPT")
+    args: tuple[str, ...] = _option(words, SCRIPT, "the arguments of the script", "ARGS")
     # fmt: on
 
 
@@ -223,18 +194,26 @@ OPTIONS = tuple(
     Option(one.name, *one.metadata["option"], **one.metadata["more"]) for one in fields(Options)
 )
 BY_KEY = {option.key: option for option in OPTIONS}
-#: All but the script and its arguments, which have no flag.
-FLAG_OPTIONS = tuple(option for option in OPTIONS if option.key not in ("script", "args"))
-
-
-def plain_value(key: str, value: Any) -> Any:
-    """Return a value as a file or a command line has it."""
-    if key == "rendezvous":
-        host, port = value
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    if key == "elastic":
-        return "{}:{}".format(*value)
-    return ",".join(value) if key == "gpus" else value
+#: What to give in place of the names that `accelerate launch` has for the same things.
+_OF_ACCELERATE = {
+    "num_processes": "-n N, which counts the ranks of one node",
+    "num_machines": "--nodes N",
+    "machine_rank": "--node-rank K",
+    "main_process_ip": "--rendezvous HOST:PORT",
+    "main_process_port": "--rendezvous HOST:PORT",
+    "multi_gpu": "--gpus all",
+    "gpu_ids": "--gpus IDS",
+    "num_cpu_threads_per_process": "--threads N",
+    "config_file": "--config FILE",
+    "compute_environment": "a file with the keys of `syncprims run`: this one is accelerate's",
+}
+#: The module and its function that parse a file with this suffix; imported when it is read.
+_PARSERS = {
+    ".yaml": ("yaml", "safe_load"),
+    ".yml": ("yaml", "safe_load"),
+    ".toml": ("tomllib", "loads"),
+    ".json": ("json", "loads"),
+}
 
 
 # -- on the command line -------------------------------------------------------------------------
@@ -242,20 +221,21 @@ def plain_value(key: str, value: Any) -> Any:
 
 def add_options(parser: CommandParser) -> None:
     """Add all options of a run, and the script at the end."""
-    action = parser.add_argument(
-        "--config", "--config-file", "--config_file", metavar="FILE",
-        help="read options from a file: *.yaml, *.toml, *.json",
-    )  # fmt: skip
-    action.option_strings = ["--config"]
+    parser.set_defaults(explain_flag=_explain_flag)
+    parser.add_argument(
+        "--config", metavar="FILE", help="read options from a file: *.yaml, *.toml, *.json"
+    )
     groups: dict[str, Any] = {}
-    for option in FLAG_OPTIONS:
+    for option in OPTIONS:
+        if option.key in ("script", "args"):
+            continue
         if option.section not in groups:
             groups[option.section] = parser.add_argument_group(option.section)
         about: dict[str, Any] = {"action": "store_true"}
         if option.metavar is not None:
             about = {"metavar": option.metavar, "type": option.read}
-        names = [*option.short, option.flag, *option.also]
-        underscored = [f"--{name[2:].replace('-', '_')}" for name in names if "-" in name[2:]]
+        names = [*option.short, option.flag]
+        underscored = [f"--{option.key}"] if "_" in option.key else []
         action = groups[option.section].add_argument(
             *names,
             *underscored,
@@ -264,7 +244,7 @@ def add_options(parser: CommandParser) -> None:
             help=option.help.replace("%", "%%"),
             **about,
         )
-        action.option_strings = [*option.short, option.flag]  # the help shows our spelling only
+        action.option_strings = names  # the help shows our spelling only
     parser.add_argument(
         "line",
         nargs=argparse.REMAINDER,
@@ -280,3 +260,67 @@ def values_of(options: argparse.Namespace) -> dict[str, Any]:
     if line:
         values["script"], values["args"] = line[0], tuple(line[1:])
     return values
+
+
+def _explain(name: str, known: list[str]) -> str:
+    """Return what to give in place of an unknown flag or key, as an error goes on."""
+    if instead := _OF_ACCELERATE.get(name.replace("-", "_")):
+        return f": give {instead}"
+    near = difflib.get_close_matches(name.replace("-", "_"), BY_KEY, n=1, cutoff=0.7)
+    hint = f" did you mean {known[[*BY_KEY].index(near[0])]}?" if near else ""
+    return f";{hint} docs/command-line.md has them all"
+
+
+def _explain_flag(written: str) -> ConfigurationError:
+    flag = written.partition("=")[0]
+    hint = _explain(flag.lstrip("-"), [option.flag for option in OPTIONS])
+    return ConfigurationError(f"there is no flag {flag}{hint}")
+
+
+# -- in a file -----------------------------------------------------------------------------------
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """Return the values in the file, by key; only those that it sets.
+
+    :raises ConfigurationError: if the file cannot be read, or a key or value is wrong; naming the
+        file, the key, and the nearest known key.
+    """
+    values: dict[str, Any] = {}
+    for key, value in _parse(Path(path)).items():
+        option = BY_KEY.get(key.replace("-", "_"))
+        if option is None:
+            raise ConfigurationError(f"{path}: there is no key {key!r}{_explain(key, [*BY_KEY])}")
+        try:
+            if value is not None:
+                values[option.key] = option.read(value)
+        except ValueError as error:
+            raise ConfigurationError(f"{path}: {key}: {error}") from None
+    return values
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    if path.suffix not in _PARSERS:
+        raise ConfigurationError(
+            f"{path}: a file that describes a run is called *.yaml, *.toml or *.json"
+        )
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte order mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read: {error}; docs/command-line.md shows such a file"
+        ) from error
+    module, function = _PARSERS[path.suffix]
+    try:
+        values: object = getattr(importlib.import_module(module), function)(text)
+    except ImportError:
+        raise ConfigurationError(
+            f"{path}: reading YAML needs a package: {install('config')}. A file *.toml needs none"
+        ) from None
+    except Exception as error:  # each parser raises errors of its own
+        raise ConfigurationError(f"{path} is not valid {path.suffix[1:]}: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{path}: it has to be keys with values, as in `ranks: 4`")
+    return {str(key): value for key, value in values.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]

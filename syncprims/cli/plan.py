@@ -13,17 +13,9 @@ from syncprims._world.settings import read_settings
 from syncprims.errors import BackendUnavailable, ConfigurationError, install
 from syncprims.interface import Topology
 
-from .options import BY_KEY, Options, plain_value
+from .options import BY_KEY, Options
 
-_DEFAULT_PORT = 29500  # torchrun's own
 _UNSET = "drop the flag, or unset that variable, which comes from the environment"
-#: Keys of which one, set by a flag, hides the others in the file.
-_EXCLUSIVE = (
-    {"ranks", "num_processes"},
-    {"cpu", "gpus", "multi_gpu"},
-    {"rendezvous", "main_process_ip"},
-    {"rendezvous", "main_process_port"},
-)
 
 
 class LaunchPlan(NamedTuple):
@@ -38,34 +30,11 @@ class LaunchPlan(NamedTuple):
 
 
 def merge(flags: Mapping[str, Any], file: Mapping[str, Any]) -> Options:
-    """Return the options of a run; flags override the file.
-
-    So do other names of the same thing: ``--num-processes`` overrides the file's ``ranks``. Those
-    of accelerate are translated into ours.
-
-    :raises ConfigurationError: if two names of the same thing contradict each other.
-    """
-    hidden = set[str]().union(*(keys for keys in _EXCLUSIVE if keys & flags.keys()))
+    """Return the options of a run; flags override the file, and ``--cpu`` the file's ``gpus``."""
+    hidden: set[str] = {"cpu", "gpus"} if {"cpu", "gpus"} & flags.keys() else set()
     if "script" in flags:
         hidden |= {"args", "module"}  # they belong to the file's script
-    values = {**{key: value for key, value in file.items() if key not in hidden}, **flags}
-    if values.pop("multi_gpu", False):
-        values.setdefault("gpus", ("all",))
-    if total := values.pop("num_processes", None):
-        each, rest = divmod(total, nodes := values.get("nodes", 1))
-        if rest:
-            raise ConfigurationError(
-                f"--num_processes {total} counts the ranks of all nodes, and cannot be shared out "
-                f"evenly to {nodes}; --ranks N counts those of each node"
-            )
-        if (ranks := values.setdefault("ranks", each)) != each:
-            total_flag = f"--num_processes {total} (on all {nodes})"
-            raise _contradiction(f"--ranks {ranks} (on each node)", total_flag)
-    ip, port = values.pop("main_process_ip", None), values.pop("main_process_port", None)
-    if ip and values.setdefault("rendezvous", (ip, port or _DEFAULT_PORT))[0] != ip:
-        address = plain_value("rendezvous", values["rendezvous"])
-        raise _contradiction(f"--rendezvous {address}", f"--main_process_ip {ip}")
-    return Options(**values)
+    return Options(**{**{k: v for k, v in file.items() if k not in hidden}, **flags})
 
 
 def plan_launch(
@@ -104,9 +73,9 @@ def plan_launch(
         variables["OMP_NUM_THREADS"] = str(max(1, processors // ranks))
     script = [*(["-m"] if options.module else []), options.script, *options.args]
     torchrun = [*_torchrun(options, ranks, nodes, environ), *script] if nodes > 1 else []
-    if nodes == 1 and options.node_rank:
+    if nodes == 1 and (options.node_rank or options.rendezvous):
         raise ConfigurationError(
-            f"--node-rank {options.node_rank} means several nodes; say how many with --nodes"
+            "--node-rank and --rendezvous are for several nodes; say how many with --nodes"
         )
     command = [sys.executable, "-u", *script]
     least = options.elastic[0] if options.elastic else None
@@ -129,7 +98,7 @@ def _size(options: Options) -> tuple[int, int]:
     """Return the number of ranks on each node, and the number of nodes."""
     ranks = options.ranks
     if options.elastic:
-        flag = f"--elastic {plain_value('elastic', options.elastic)}"
+        flag = "--elastic {}:{}".format(*options.elastic)
         if (options.nodes or 1) > 1:
             raise ConfigurationError(
                 f"{flag} works on one machine: torchrun, which starts the ranks of several nodes, "
@@ -233,15 +202,13 @@ def _torchrun(options: Options, ranks: int, nodes: int, environ: Mapping[str, st
     line += ["--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
     if options.max_restarts:
         line += ["--max-restarts", str(options.max_restarts)]
-    if options.node_rank is not None and options.rdzv_backend != "c10d":
+    if options.node_rank is not None:
         if options.node_rank >= nodes:
             raise ConfigurationError(
                 f"--node-rank {options.node_rank} with --nodes {nodes}: it is from 0 to {nodes - 1}"
             )
         line += ["--node-rank", str(options.node_rank)]
         return [*line, "--master-addr", host, "--master-port", str(port)]
-    if options.rdzv_backend == "static":
-        raise ConfigurationError("--rdzv_backend static needs --node-rank on every node")
-    address = plain_value("rendezvous", options.rendezvous)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     name = environ.get("SYNCPRIMS_RUN_ID") or "syncprims"
     return [*line, "--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", name]

@@ -6,11 +6,10 @@ examples:
   syncprims run -n 4 train.py --lr 0.1          four ranks, no torch needed
   syncprims run -n 4 -m package.train           a module
   syncprims run --gpus 0,1 train.py             a rank for each device, by NCCL
-  syncprims run --config run.yaml -n 8          a file of `syncprims config`, on 8 ranks
+  syncprims run --config run.yaml -n 8          flags as keys of a file, on 8 ranks
   syncprims run -n 8 --nodes 2 --node-rank 0 --rendezvous node0:29500 train.py
 
-Everything after the script belongs to the script. Flags override the file. Flags of `accelerate
-launch` are understood, with - or with _, or answered with what to do instead.
+Everything after the script belongs to the script. Flags override the file.
 
 exit code: 0 if all ranks succeeded, else that of the rank that failed first; 128 + n if signal n
 killed it or stopped the run; 2 if the command line or the environment is wrong; if all ranks
@@ -29,35 +28,25 @@ from pathlib import Path
 from syncprims._system.host import count_processors, find_visible_gpus
 from syncprims.errors import ConfigurationError
 
-from . import accelerate_config, config
 from .console import CommandParser
-from .options import BY_KEY, add_options, values_of
+from .options import add_options, read_file, values_of
 from .plan import launch_environment, merge, plan_launch
-
-_NODES_ONLY = ("rendezvous", "main_process_ip", "main_process_port", "rdzv_backend")
 
 
 def add_arguments(parser: CommandParser) -> None:
     """Add the arguments of the command."""
     parser.usage = "syncprims run -n RANKS [flags] [-m] SCRIPT [ARGS...]"
-    parser.set_defaults(explain_flag=accelerate_config.explain_flag)
     add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Start the ranks and return the exit code, or replace this process by torchrun."""
     flags = values_of(options)
-    file = config.read(options.config) if options.config else {}
+    file = read_file(options.config) if options.config else {}
     environ: Mapping[str, str] = options.environ
-    notes = accelerate_config.notes(flags)  # not of the file: accelerate writes many by default
     gpus = find_visible_gpus(environ)
     devices = None if gpus is None else len(gpus)
     plan = plan_launch(merge(flags, file), environ, count_processors(), devices)
-    unused = [BY_KEY[key].flag for key in _NODES_ONLY if key in flags and not plan.torchrun]
-    if unused:
-        notes.append(f"{', '.join(unused)} changes nothing on one machine: a free port is taken")
-    for note in notes:
-        print(f"syncprims run: {note}", file=sys.stderr)  # noqa: T201
     _check_script(plan.command[2], plan.ranks > 1 or bool(plan.torchrun))
     if plan.torchrun:
         sys.stdout.flush()

@@ -15,7 +15,6 @@ from support.rank_worlds import CLOSING
 
 from syncprims._system.host import free_port
 from syncprims.cli import COMMANDS, main, parser
-from syncprims.cli.accelerate_config import REFUSED
 from syncprims.cli.options import OPTIONS
 
 TELL = """
@@ -41,21 +40,17 @@ def call(
 
 def test_a_run_that_was_written_down_starts(tmp_path: Path, clean: dict[str, str]) -> None:
     (tmp_path / "tell.py").write_text(TELL)
-    line = "-n 2 --mixed_precision bf16 --num_cpu_threads_per_process 3 --cpu tell.py --lr 0.1"
-    wrote = call("config", "-o", "run.toml", *line.split(), env=clean, cwd=tmp_path)
-    assert wrote.stdout == "wrote run.toml; start it with: syncprims run --config run.toml\n"
-    again = call("config", "-o", "run.toml", "-n", "3", env=clean, cwd=tmp_path)
-    assert again.returncode == 2
-    assert "run.toml exists and is not overwritten" in again.stderr
+    (tmp_path / "run.toml").write_text(
+        'ranks = 2\nmixed_precision = "bf16"\nthreads = 3\ncpu = true\n'
+        'script = "tell.py"\nargs = ["--lr", "0.1"]\n'
+    )
     done = call("run", "--config", "run.toml", env=clean, cwd=tmp_path)
     assert sorted(done.stdout.splitlines()) == [
         f"[rank {r}] ['--lr', '0.1'] 3  bf16" for r in range(2)
     ]
-    more = ("--threads", "1", "--debug", "--main_process_port", "0", "tell.py", "-n", "7")
-    done = call("run", "--config_file", "run.toml", *more, env=clean, cwd=tmp_path)
+    more = ("--threads", "1", "tell.py", "-n", "7")
+    done = call("run", "--config", "run.toml", *more, env=clean, cwd=tmp_path)
     assert sorted(done.stdout.splitlines()) == [f"[rank {r}] ['-n', '7'] 1  bf16" for r in range(2)]
-    assert "syncprims run: --debug changes nothing: " in done.stderr
-    assert "syncprims run: --main-process-port changes nothing on one machine" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -75,14 +70,6 @@ def test_a_script_that_cannot_run_is_told_once(
     assert done.returncode == 2
     assert done.stderr.count(words) == 1
     assert done.stderr.count("\n") == 1
-
-
-def test_config_without_flags_writes_a_file_to_fill_in(
-    tmp_path: Path, clean: dict[str, str]
-) -> None:
-    done = call("config", "-o", "-", env=clean, cwd=tmp_path)
-    assert "\n#ranks: 4\n" in done.stdout
-    assert "\n#mixed_precision: " in done.stdout
 
 
 # -- several nodes -----------------------------------------------------------------------------
@@ -166,20 +153,6 @@ def test_the_page_has_every_command_and_flag() -> None:
     for option in OPTIONS:
         named = (option.flag, f"`{option.key}`", f"--{option.key}")
         assert any(name in page for name in named), option.key
-    for names, _ in REFUSED:
-        first = names.split()[0]
-        assert any(name in page for name in (f"--{first}", f"--{first.rstrip('_')}", first)), first
-
-
-@pytest.mark.parametrize("line", ["run.yaml", "-n 2 other.toml --lr 0.1"])
-def test_a_file_in_the_place_of_the_script_is_told(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["config", *line.split()]) == 2
-    name = "run.yaml" if line == "run.yaml" else "other.toml"
-    assert f"name the file to write with -o {name}" in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())
 
 
 def test_devices_that_are_not_there_are_told(tmp_path: Path, clean: dict[str, str]) -> None:
@@ -214,7 +187,7 @@ def test_an_output_that_cannot_be_written_is_no_traceback(
         (["env"], [1], 0, ""),
         (["--version"], [1], 0, ""),
         (["env", "--json"], [0, 1, 2], 0, ""),
-        (["config", "-o", "x.ini"], [0], 2, "*.yaml or *.toml"),
+        (["run", "--config", "x.ini"], [0], 2, "*.yaml, *.toml"),
         (["trace", "nowhere"], [2], 2, ""),
     ],
     ids=str,
