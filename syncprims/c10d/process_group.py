@@ -15,12 +15,12 @@ from syncprims._data.limits import LARGE
 from syncprims._data.plane import DataPlane
 from syncprims._data.reduction import combine
 from syncprims._protocol.rounds import RoundSequence
-from syncprims._world.runtime import find_world
+from syncprims._world.runtime import find_world, leave_group_world
 from syncprims._world.world import close_rounds, open_rounds
 from syncprims.errors import RankMismatch, SyncError, WorldClosed, name_ranks
 from syncprims.interface import Mark, Note
 
-from .group_world import GroupWorld, join_group_world
+from .group_world import join_group_world
 from .point_to_point import PointToPoint
 from .tensors import OutputTensors, describe, items_in, items_of, nothing
 from .torch_internals import (
@@ -43,6 +43,8 @@ from .torch_internals import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from syncprims._world.world import World
+
     Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -55,20 +57,17 @@ def create_process_group(options: Any, backend_options: object = None) -> SyncPr
     The default group, which says nothing of global ranks, finds or starts the world. Others live in
     the world of this rank.
     """
-    ranks = list(options.global_ranks_in_group)
+    ranks, started = list(options.global_ranks_in_group), False
+    world = find_world()
     if not ranks:
-        home = join_group_world(options.store, options.group_rank, options.group_size)
         ranks = list(range(options.group_size))
-    else:
-        world = find_world()
-        if world is None:
-            raise WorldClosed(
-                f"new_group(backend={NAME!r}) on a rank without a world: open the default group "
-                f"with init_process_group({NAME!r}), and call new_group() before "
-                f"destroy_process_group()"
-            )
-        home = GroupWorld(world, started=False)
-    return SyncProcessGroup(home, ranks, options)
+        world, started = join_group_world(options.store, options.group_rank, options.group_size)
+    elif world is None:
+        raise WorldClosed(
+            f"new_group(backend={NAME!r}) on a rank without a world: open the default group with "
+            f"init_process_group({NAME!r}), and call new_group() before destroy_process_group()"
+        )
+    return SyncProcessGroup(world, ranks, options, started=started)
 
 
 def _count(world: Any, key: tuple[tuple[int, ...], str]) -> int:
@@ -145,9 +144,10 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     rank that does not come, raise as any call of this library.
     """
 
-    def __init__(self, home: GroupWorld, ranks: list[int], options: Any) -> None:
+    def __init__(self, world: World, ranks: list[int], options: Any, *, started: bool) -> None:
+        """Make the group of these world ranks; `world` ends with it if it was `started` for it."""
         super().__init__(options.group_rank, len(ranks))
-        self._home = home
+        self._world, self._started = world, started
         self._ranks = ranks  # world ranks, by group rank
         self.group_name = str(options.group_id)
         self.served_as = NAME  #: the backend that the program has asked for: its profilers show it
@@ -156,10 +156,10 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._me = options.group_rank
         self._index_of = [members.index(rank) for rank in ranks]  # by group rank: on the board
         self._in_order = self._index_of == list(range(len(ranks)))
-        earlier = _count(home.world, (members, self.group_name))
+        earlier = _count(world, (members, self.group_name))
         board = f"group {self.group_name}" + (f" again {earlier}" if earlier else "")
-        self._rounds = open_rounds(home.world, members, board, BETWEEN)
-        self._point_to_point = PointToPoint(home.world, board, ranks, options.group_rank)
+        self._rounds = open_rounds(world, members, board, BETWEEN)
+        self._point_to_point = PointToPoint(world, board, ranks, options.group_rank)
         self._left = False
         self._timeout: float | None = None
         self.set_timeout(options.timeout)
@@ -227,13 +227,15 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         What the members share ends with the last one that leaves.
         """
-        world, rounds = self._home.world, self._rounds
+        world, rounds = self._world, self._rounds
         if find_world() is world and not self._left:
             self._left = True
             why = functools.partial(_destroyed, self.group_name, self._ranks)
             self._point_to_point.close(why)
             close_rounds(world, rounds, why)
-        self._home.end()
+        if self._started:
+            self._started = False
+            leave_group_world(world)
 
     abort = shutdown
 

@@ -197,11 +197,13 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which no mode is active (`_disable_current_modes`, 2.0 and newer)."""
     from torch.utils import _python_dispatch
 
-    return cast("Any", _find(_python_dispatch, "_disable_current_modes")())
+    disable: Callable[[], contextlib.AbstractContextManager[Any]]
+    disable = _find(_python_dispatch, "_disable_current_modes")
+    return disable()
 
 
 @functools.cache
-def _kind_of_backends(kind: type[SyncError]) -> type[SyncError]:
+def _kind_of_backends(kind: Any) -> Any:
     def reduce(error: SyncError) -> tuple[Any, ...]:
         return _restore, (kind, str(error), error.facts())
 
@@ -209,14 +211,16 @@ def _kind_of_backends(kind: type[SyncError]) -> type[SyncError]:
     return type(kind.__name__, (kind, dist.DistBackendError), names)
 
 
-def _restore(kind: type[SyncError], message: str, facts: dict[str, Any]) -> SyncError:
-    return _kind_of_backends(kind)(message, **facts)
+def _restore(kind: Any, message: str, facts: dict[str, Any]) -> SyncError:
+    error: SyncError = _kind_of_backends(kind)(message, **facts)
+    return error
 
 
 def make_backend_error(error: SyncError) -> None:
     """Make `error` a ``DistBackendError`` as well, as which programs catch a lost peer."""
     if not isinstance(error, dist.DistBackendError):
-        error.__class__ = _kind_of_backends(type(error))
+        kind: Any = type(error)
+        error.__class__ = _kind_of_backends(kind)
 
 
 def keep_from_compiler(method: M) -> M:
