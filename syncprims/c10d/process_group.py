@@ -96,7 +96,7 @@ def _collective(title: str, tensors: int = 1, shown: int = 0) -> Callable[[M], M
         @_recorded(title, shown)
         @functools.wraps(method)
         def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
-            options = self._read_options(*args[tensors:], *named.values())
+            options = self.read_options(*args[tensors:], *named.values())
             method(self, options, *args[:tensors])
             return finished_work(_listed(args[0]) if tensors else None)
 
@@ -117,9 +117,9 @@ def _recorded(title: str, shown: int = 0) -> Callable[[M], M]:
         def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
             try:
                 if count_modes():
-                    tensors = _flattened([*args])
-                    name = method.__name__
-                    work = show_to_modes(self, name, tensors, lambda of: of(*args, **named))
+                    several = method.__name__.endswith("_single") and isinstance(args[0], list)
+                    name = method.__name__ + ("_coalesced" if several else "")
+                    work = show_to_modes(self, name, _flattened([*args]), args, named)
                     with without_modes():
                         return work or call(self, *args, **named)
                 if not is_profiling():
@@ -265,7 +265,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         seconds = None if timeout is None else self._seconds(timeout)
         return self._timeout if seconds is None else seconds
 
-    def _read_options(self, *given: Any) -> _Options:
+    def read_options(self, *given: Any) -> _Options:
         """Read what c10d gives: objects with options, or single values, in any order."""
         op = root = timeout = None
         for value in given:
@@ -352,17 +352,19 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return when every member has come."""
         given = getattr(opts, "timeout", opts) if timeout is None else timeout
+        self._meet("barrier", given)
+        return finished_work()
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Return when every member has come; all missing ones are named in any case."""
+        self._meet("monitored_barrier", timeout)
+
+    def _meet(self, kind: str, timeout: timedelta | None) -> None:
         try:
-            self._rounds.meet(self._note("barrier"), self._limit(given))
+            self._rounds.meet(self._note(kind), self._limit(timeout))
         except SyncError as error:
             make_backend_error(error)
             raise
-        return finished_work()
-
-    @_recorded("monitored_barrier")
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Return when every member has come; all missing ones are named in any case."""
-        self._rounds.meet(self._note("monitored_barrier"), self._limit(timeout))
 
     @_collective("all_reduce")
     def allreduce(self, options: _Options, tensors: Tensors) -> None:
@@ -629,6 +631,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                     begin = 16 * count + sum(row[:me])
                     raw(room)[:] = other.payload[begin : begin + row[me]]
             else:
+                assert transport is not None, "all members have one, or none has"
                 sequence = RoundSequence(rounds, note, options.limit)
                 transport.exchange(sequence, parts, rooms, [row[:count] for row in sizes])
 

@@ -60,7 +60,7 @@ _OLD_NAMES = {
 
 
 #: How many modes of torch's dispatcher are active in this thread (2.0 and newer).
-count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+count_modes: Callable[[], int] = cast("Any", torch)._C._len_torch_dispatch_stack
 #: Whether a profiler of torch records now (1.0 and newer).
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
@@ -154,7 +154,9 @@ def finished_work(result: Any = None) -> Any:
 @functools.cache
 def _reductions() -> dict[Any, str]:
     ours = {"avg": "mean", "product": "prod"}
-    names = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
+    names: dict[Any, str] = {
+        op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()
+    }
     # A sum with a factor, NCCL's own, is left out.
     return {op: ours.get(name, name) for op, name in names.items() if name != "premul_sum"}
 
@@ -172,12 +174,14 @@ def reduction_of(given: Any) -> str:
     return name
 
 
-def show_to_modes(group: Any, name: str, tensors: Sequence[torch.Tensor], call: Any) -> Any:
+def show_to_modes(
+    group: Any, name: str, tensors: Sequence[torch.Tensor], args: Any, named: Any
+) -> Any:
     """Let the active modes of torch's dispatcher see a call; return its handle if that was all.
 
-    A process group in Python is called past the dispatcher. So ``call(double)`` makes the call
-    `name` first for a group in C++ that transfers nothing (`FakeProcessGroup`, 2.1 and newer). That
-    is all there is to do for fake tensors.
+    A process group in Python is called past the dispatcher. So the method `name` is called first of
+    a group in C++ that transfers nothing (`FakeProcessGroup`, 2.1 and newer). That is all there is
+    to do for fake tensors.
     """
     from torch._C import _distributed_c10d
     from torch._subclasses.fake_tensor import FakeTensor
@@ -189,7 +193,8 @@ def show_to_modes(group: Any, name: str, tensors: Sequence[torch.Tensor], call: 
     for device in _DEVICES:
         double._register_backend(torch.device(device), kind, make(*place))
     double._set_default_backend(kind)
-    work = call(getattr(double, name, None) or getattr(double, _OLD_NAMES[name]))
+    method = getattr(double, name, None) or getattr(double, _OLD_NAMES[name])
+    work = method(*args, **named)
     return work if any(isinstance(tensor, FakeTensor) for tensor in tensors) else None
 
 

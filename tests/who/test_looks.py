@@ -164,7 +164,7 @@ def test_every_bug_of_the_collection_is_told_as_a_world_of_threads_tells_it(
     kind: Kind, name: str, meeting_place: Path
 ) -> None:
     """Where others end in a test, here they go on without the calls that the first ones wait in."""
-    program = BUGS[name].program
+    program = BUGS[name]
     found = [_LINE.match(line.strip()) for line in EXPECTED[name].splitlines()]
     lines = {int(match[1]): match for match in found if match is not None}
     assert sorted(lines) == list(range(RANKS))
