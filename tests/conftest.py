@@ -10,7 +10,6 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import filelock
@@ -63,35 +62,6 @@ def _target(descriptor: Path) -> str:
 # The first DataLoader with workers sets the handler of SIGCHLD, and keeps it. SIGALRM belongs to
 # the time limit of each test.
 _KEPT = set(signal.Signals) - {signal.SIGCHLD, signal.SIGALRM}
-
-_own: dict[str, list[tuple[dict[str, object], str, object]]] = {}
-
-
-def _unpatch() -> list[str]:
-    """Return the names that are replaced in the library's modules, after putting them back."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("syncprims.") and name not in _own:
-            names = vars(module)
-            kinds = ModuleType, type, FunctionType
-            _own[name] = [(names, key, it) for key, it in names.items() if isinstance(it, kinds)]
-    found = list[str]()
-    for module_name, entries in _own.items():
-        for names, key, it in entries:
-            if names.get(key) is not it:
-                found.append(f"{module_name}.{key}")
-                names[key] = it
-    return found
-
-
-@pytest.fixture(autouse=True, scope="module")
-def nothing_left_patched() -> Generator[None]:
-    """Fail a file of tests that leaves a name of the library replaced.
-
-    Once per file: after a fork, a look at all objects of the library costs milliseconds.
-    """
-    assert _unpatch() == []
-    yield
-    assert _unpatch() == []
 
 
 @pytest.fixture(autouse=True)

@@ -45,6 +45,54 @@ class _OrDefault(Protocol[D_co]):
     def __call__(self, fn: Callable[P, R], /) -> Callable[P, R | D_co]: ...
 
 
+class _OnOneRank(Protocol):
+    """The decorators that work with and without parentheses."""
+
+    @overload
+    def __call__(
+        self, fn: Callable[P, Coroutine[Any, Any, R]], /
+    ) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R | None]: ...
+    @overload
+    def __call__(
+        self, *, default: Any = None, share: Literal[True], name: str | None = None
+    ) -> _Shared: ...
+    @overload
+    def __call__(
+        self, *, default: D, share: bool = False, name: str | None = None
+    ) -> _OrDefault[D]: ...
+    @overload
+    def __call__(self, *, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
+
+
+class _OnNumber(Protocol):
+    """The decorators that take the number of a rank."""
+
+    @overload
+    def __call__(
+        self, n: int, *, default: Any = None, share: Literal[True], name: str | None = None
+    ) -> _Shared: ...
+    @overload
+    def __call__(
+        self, n: int, *, default: D, share: bool = False, name: str | None = None
+    ) -> _OrDefault[D]: ...
+    @overload
+    def __call__(
+        self, n: int, *, share: bool = False, name: str | None = None
+    ) -> _OrDefault[None]: ...
+
+
+def _typed_on_one_rank(decorator: Callable[..., Any]) -> _OnOneRank:
+    """Return `decorator`; a type checker then sees what each form of it returns."""
+    return decorator
+
+
+def _typed_on_number(decorator: Callable[..., Any]) -> _OnNumber:
+    """Return `decorator`, as :func:`_typed_on_one_rank`."""
+    return decorator
+
+
 class _Choice(NamedTuple):
     """The one rank that runs, of the world or of each node."""
 
@@ -90,18 +138,7 @@ class _Choice(NamedTuple):
         return SharedResult(group, self.call, self.name, src)
 
 
-@overload
-def on_main(
-    fn: Callable[P, Coroutine[Any, Any, R]], /
-) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
-@overload
-def on_main(fn: Callable[P, R], /) -> Callable[P, R | None]: ...
-@overload
-def on_main(*, default: Any = None, share: Literal[True], name: str | None = None) -> _Shared: ...
-@overload
-def on_main(*, default: D, share: bool = False, name: str | None = None) -> _OrDefault[D]: ...
-@overload
-def on_main(*, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
+@_typed_on_one_rank
 def on_main(
     fn: Callable[..., Any] | None = None,
     /,
@@ -123,18 +160,7 @@ def on_main(
     return _decorate(fn, _Choice("on_main", False, 0, name), default=default, share=share)
 
 
-@overload
-def on_last(
-    fn: Callable[P, Coroutine[Any, Any, R]], /
-) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
-@overload
-def on_last(fn: Callable[P, R], /) -> Callable[P, R | None]: ...
-@overload
-def on_last(*, default: Any = None, share: Literal[True], name: str | None = None) -> _Shared: ...
-@overload
-def on_last(*, default: D, share: bool = False, name: str | None = None) -> _OrDefault[D]: ...
-@overload
-def on_last(*, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
+@_typed_on_one_rank
 def on_last(
     fn: Callable[..., Any] | None = None,
     /,
@@ -150,20 +176,7 @@ def on_last(
     return _decorate(fn, _Choice("on_last", False, None, name), default=default, share=share)
 
 
-@overload
-def on_local_main(
-    fn: Callable[P, Coroutine[Any, Any, R]], /
-) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
-@overload
-def on_local_main(fn: Callable[P, R], /) -> Callable[P, R | None]: ...
-@overload
-def on_local_main(
-    *, default: Any = None, share: Literal[True], name: str | None = None
-) -> _Shared: ...
-@overload
-def on_local_main(*, default: D, share: bool = False, name: str | None = None) -> _OrDefault[D]: ...
-@overload
-def on_local_main(*, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
+@_typed_on_one_rank
 def on_local_main(
     fn: Callable[..., Any] | None = None,
     /,
@@ -180,16 +193,7 @@ def on_local_main(
     return _decorate(fn, _Choice("on_local_main", True, 0, name), default=default, share=share)
 
 
-@overload
-def on_rank(
-    n: int, *, default: Any = None, share: Literal[True], name: str | None = None
-) -> _Shared: ...
-@overload
-def on_rank(
-    n: int, *, default: D, share: bool = False, name: str | None = None
-) -> _OrDefault[D]: ...
-@overload
-def on_rank(n: int, *, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
+@_typed_on_number
 def on_rank(n: int, *, default: Any = None, share: bool = False, name: str | None = None) -> Any:
     """Make a function run on rank `n` only; the others return `default`.
 
@@ -204,16 +208,7 @@ def on_rank(n: int, *, default: Any = None, share: bool = False, name: str | Non
     return functools.partial(_decorate, choice=choice, default=default, share=share)
 
 
-@overload
-def on_local_rank(
-    n: int, *, default: Any = None, share: Literal[True], name: str | None = None
-) -> _Shared: ...
-@overload
-def on_local_rank(
-    n: int, *, default: D, share: bool = False, name: str | None = None
-) -> _OrDefault[D]: ...
-@overload
-def on_local_rank(n: int, *, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
+@_typed_on_number
 def on_local_rank(
     n: int, *, default: Any = None, share: bool = False, name: str | None = None
 ) -> Any:

@@ -281,6 +281,19 @@ def empty_array(like: Any, shape: int | tuple[int, ...], dtype: Any) -> Any:
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
+def without_history(tensor: Any) -> Any:
+    """Return a tensor without what torch knows of its history.
+
+    A subclass that leaves its items to torch is then a plain tensor, as on ranks without it.
+    """
+    import torch
+
+    bare = tensor.detach()
+    is_torchs = type(bare).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    is_plain = type(bare) is torch.Tensor or not is_torchs
+    return bare if is_plain else bare.as_subclass(torch.Tensor)
+
+
 def on_host(obj: Any) -> Any:
     """Return an array or tensor in this host's memory: the very one, if it is there."""
     return obj.detach().cpu() if is_on_device(obj) else obj

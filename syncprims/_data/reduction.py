@@ -25,6 +25,7 @@ from .arrays import (
     is_number,
     is_scalar,
     is_tensor,
+    without_history,
 )
 
 if TYPE_CHECKING:
@@ -119,12 +120,13 @@ def reduce(
     values: Sequence[Any],
     op: str,
     ranks: Sequence[int],
-    out_of_band: Callable[[list[Placeholder]], Any],
+    out_of_band: Callable[[list[Any]], Any],
     where: str = "value",
 ) -> Any:
     """Return the reduction of one value per rank; the values themselves are left alone.
 
-    Where all values are placeholders, the result is ``out_of_band(placeholders)``.
+    Where a value is a placeholder, all are arrays, and the result is ``out_of_band(values)``: a
+    rank may have sent its array in a slot, if the rest of its value differs from the others'.
 
     :raises RankMismatch: if their trees, shapes or dtypes differ, showing each rank's.
     """
@@ -136,10 +138,6 @@ def reduce(
     if _PLAIN.issuperset(map(type, values)):
         return reduce_numbers(values, op)
     shapes = [describe(value) for value in values]
-    alike = len(set(shapes)) == 1
-    if alike and len({isinstance(value, Placeholder) for value in values}) > 1:  # dense, and sparse
-        kinds = ["plain" if isinstance(value, Placeholder) else "not plain" for value in values]
-        shapes = [f"{shape}, {kind}" for shape, kind in zip(shapes, kinds, strict=True)]
     if len(set(shapes)) > 1:
         pairs = zip(ranks, shapes, strict=True)
         lines = "\n".join(f"  rank {rank}: {shape}" for rank, shape in pairs)
@@ -150,7 +148,7 @@ def reduce(
     first = values[0]
     if is_dict(first):
         return {key: part(key, repr(key)) for key in first}
-    if isinstance(first, Placeholder):
+    if any(isinstance(value, Placeholder) for value in values):
         return out_of_band(list(values))
     if is_list_or_tuple(first):
         return _like_sequence(first, [part(index, str(index)) for index in range(len(first))])
@@ -186,7 +184,8 @@ def describe(value: Any) -> str:
     if is_tensor(value):
         where = "" if value.device.type == "cpu" else f", on {value.device.type}"
         layout = "" if str(value.layout) == "torch.strided" else f", {value.layout}"
-        return f"tensor of shape {tuple(value.shape)}, dtype {value.dtype}{where}{layout}"
+        name = "tensor" if type(value).__name__ in ("Tensor", "Parameter") else type(value).__name__
+        return f"{name} of shape {tuple(value.shape)}, dtype {value.dtype}{where}{layout}"
     if is_scalar(value) and value.dtype not in ("float64", "bool"):
         return f"number of dtype {value.dtype}"
     return "number"
@@ -249,7 +248,7 @@ def detached(value: Any) -> Any:
     if type(value) in _PLAIN:
         return value
     if is_tensor(value):
-        return value.detach()
+        return without_history(value)
     if is_dict(value):
         return {key: detached(part) for key, part in value.items()}
     if is_list_or_tuple(value):

@@ -498,7 +498,7 @@ def all_reduce(
     try:
         grad = getattr(value, "requires_grad", None)  # None: `value` is no tensor
         if grad is not None and (grad or library_of(value) is None):
-            value = value.detach()  # so a parameter is a plain tensor, frozen or not
+            value = reduction.detached(value)  # so a parameter is a plain tensor, frozen or not
     except BaseException as error:
         rounds.fail(note.label, error)
         raise
@@ -521,9 +521,11 @@ def _reduce_any(
     mine = [value] if arrays is None else arrays
     operands: list[Operand] = []
 
-    def add_operand(placeholders: list[reduction.Placeholder]) -> Any:
+    def add_operand(values: list[Any]) -> Any:
         """Return the array that the reduction of these will be in."""
-        own = mine[placeholders[sequence.index].number]
+        own = values[sequence.index]
+        if isinstance(own, reduction.Placeholder):
+            own = mine[own.number]
         operands.append(Operand(own, reduction.empty_result(own, op)))
         return operands[-1].result
 

@@ -53,13 +53,17 @@ _add_modules(
     sys.modules[__name__],
     {
         "big_modeling": utils,
+        "hooks": utils,
+        "local_sgd": utils,
+        "parallelism_config": utils,
         "launchers": utils,
         "optimizer": accelerator,
         "scheduler": accelerator,
     },
 )
 _OF_UTILS = [
-    "constants", "environment", "imports", "memory", "operations", "other", "random", "versions",
+    "constants", "environment", "imports", "memory", "modeling", "operations", "other", "random",
+    "versions",
 ]  # fmt: skip
 _add_modules(
     utils,

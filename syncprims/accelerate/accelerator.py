@@ -6,9 +6,10 @@ import contextlib
 import functools
 import gc
 import os
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from typing import Any, Concatenate, ParamSpec, TypeVar, TypeVarTuple, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, TypeVarTuple, cast, overload
 
 import torch
 from torch import nn
@@ -108,11 +109,19 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         **others: Any,
     ) -> None:
         check_unsupported("Accelerator", others)
-        data = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
-        _check_agree("split_batches", split_batches, False, data.split_batches)
-        window = gradient_accumulation_plugin or GradientAccumulationPlugin()
+        if split_batches:  # as there, where only the configuration object has it since 1.15
+            text = "split_batches is ignored; pass DataLoaderConfiguration(split_batches=True)"
+            warnings.warn(f"Accelerator({split_batches=}): {text}", stacklevel=2)
+        data = dataloader_config or DataLoaderConfiguration()
+        variable = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+        plugin = gradient_accumulation_plugin
+        window = plugin or GradientAccumulationPlugin(int(variable) if variable else None)
         steps = gradient_accumulation_steps
-        _check_agree("gradient_accumulation_steps", steps, 1, window.num_steps or steps)
+        if plugin is not None and steps not in (1, window.num_steps or steps):
+            raise ValueError(
+                f"gradient_accumulation_steps={steps} contradicts the plugin, which says "
+                f"{window.num_steps}; pass one of them"
+            )
         vars(self).update(named_handlers(kwargs_handlers))
         if self.init_handler is not None and self.init_handler.timeout is not None:
             set_world_timeout(syncprims.current(), self.init_handler.timeout.total_seconds())
@@ -208,9 +217,12 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     def prepare_model(
         self, model: M, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> M:
-        """Return `model` prepared. Collective. See :meth:`prepare`."""
-        instead = "freeze it first: model.requires_grad_(False) is not wrapped"
-        check_fixed(False, evaluation_mode, "prepare_model(evaluation_mode=True)", instead)
+        """Return `model` prepared. Collective. See :meth:`prepare`.
+
+        With `evaluation_mode` it is not wrapped in DDP.
+        """
+        if evaluation_mode:
+            return cast("M", self.preparation.model(model, wrap=False))
         return self.prepare(model, device_placement=device_placement)
 
     def prepare_optimizer(self, optimizer: T, device_placement: bool | None = None) -> T:
@@ -233,11 +245,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         return self.prepare(data_loader, device_placement=device_placement)
 
     accumulate = _of_accumulator(Accumulator.accumulate)
-
-    def backward(self, loss: torch.Tensor, weight: float | None = None, **options: Any) -> None:
-        """Add the gradients of `loss`. See :meth:`syncprims.training.Accumulator.backward`."""
-        self.accumulator.backward(loss, weight, **options)
-
+    backward = _of_accumulator(Accumulator.backward)
     flush = _of_accumulator(Accumulator.flush)
     no_sync = _of_accumulator(Accumulator.no_sync)
     trigger_sync_in_backward = _of_accumulator(Accumulator.sync_in_backward)
@@ -259,6 +267,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     mixed_precision: str = delegated(
         "accumulator.precision.mode", "The precision: ``no``, ``fp16`` or ``bf16``.", settable=False
     )
+    _models: list[nn.Module] = delegated("accumulator.models")  # transformers' Trainer asks for it
     scaler: torch.amp.GradScaler | None = delegated(
         "accumulator.precision.scaler", "The loss scaler; fp16 only.", settable=False
     )
@@ -276,7 +285,12 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         """Whether the last step of an optimizer was skipped because of an overflow on any rank."""
         return any(optimizer.step_was_skipped for optimizer in self.accumulator.optimizers)
 
-    unwrap_model = staticmethod(unwrap_model)
+    @staticmethod
+    def unwrap_model(
+        model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> M:
+        """Return the model inside of its wrappers. See :func:`syncprims.training.unwrap_model`."""
+        return unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything that was prepared or registered; return a None for each object."""
@@ -352,11 +366,3 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
 
 def _options(handler: Any) -> dict[str, Any]:
     return {} if handler is None else handler.to_kwargs()
-
-
-def _check_agree(name: str, given: Any, default: Any, configured: Any) -> None:
-    """Check that an argument is its default, or what a configuration object says."""
-    if given not in (default, configured):
-        raise ValueError(
-            f"{name}={given!r} contradicts the configuration object, which says {configured!r}"
-        )

@@ -24,9 +24,11 @@ _INSTEAD = {
     "dynamo": "call torch.compile(model) before or after prepare()",
     "fp8 recipe": "there is none; use mixed_precision='bf16'",
     "communicationhook": "call register_comm_hook() of a prepared model that is in DDP",
+    "devicemap maxmemory maxlayer balancedmemory dispatch hooktomodule hookfrommodule alignd": (
+        _DEVICE_MAP
+    ),
     "xla": "there is none: syncprims does not run on TPUs",
     "offload": "leave it out: load_checkpoint_in_model() reads weights straight into the model",
-    "devicemap maxmemory balancedmemory dispatch": _DEVICE_MAP,
     "dummy": "there is no DeepSpeed here; make an optimizer and a schedule of torch",
     "tracker": "Accelerator(log_with=...) takes any object with log(values, step=...)",
     "quantiz bnb": "quantize the model by bitsandbytes itself before prepare()",
@@ -98,6 +100,7 @@ def check_unsupported(call: str, arguments: dict[str, Any]) -> None:
         instead = _instead_of(name)
         if not instead:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+        value = getattr(value, "backend", value)  # of a TorchDynamoPlugin
         asks = None if value in ("no", "NO") else value
         check_fixed(name == "full_state_dict", asks, f"{call}({name}=)", instead)
 
@@ -195,6 +198,19 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         self.set_directories(self.project_dir)
+
+
+@dataclass
+class TorchDynamoPlugin:
+    """How models are compiled: not at all, the only backend that an Accelerator takes is none."""
+
+    backend: Any = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
 
 
 class LoggerType(StrEnum):

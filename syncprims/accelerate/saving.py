@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from syncprims import CollectiveMismatch, PeerLost, SyncTimeout, current, is_local_main, is_main
 from syncprims._world.world import get_own_group
 from syncprims.training import Accumulator, checkpoints, unwrap_model
-from syncprims.training.checkpoints import Saving
+from syncprims.training.checkpoints import Saving, filesystem
 from syncprims.training.checkpoints.coordination import coordinate, directory_path
 from syncprims.training.checkpoints.stateful import state_of
 from syncprims.training.optimizer import delegated
@@ -252,6 +252,12 @@ class Checkpointing:
         is spread over ranks is saved by all. See :func:`syncprims.training.save_model`.
         """
         model = unwrap_model(model)
+        every = dict(model.named_parameters(remove_duplicate=False))
+        if is_main() and (tied := every.keys() - dict(model.named_parameters()).keys()):
+            filesystem.LOG.warning(
+                "save_model: %s are tied to other parameters, under whose names their values are "
+                "saved; a model that ties them again loads them", sorted(tied),
+            )  # fmt: skip
         arguments = (model, save_directory, max_shard_size, safe_serialization)
         if _is_spread(model):
             with _for_all_ranks("save_model()"):

@@ -116,8 +116,8 @@ class PartialState(RankCalls):
     """This rank: its place and its device. The first one starts the world.
 
     All states of a rank are the same one. With `cpu` no accelerator is used. `timeout`, a
-    timedelta, becomes that of all calls; other arguments of Accelerate's are accepted, and mean
-    nothing here.
+    timedelta, becomes that of all calls. With a `backend`, whichever it is, ``torch.distributed``
+    has its default group. Other arguments of Accelerate's are accepted, and mean nothing here.
     """
 
     backend: str | None
@@ -129,6 +129,8 @@ class PartialState(RankCalls):
         self.__dict__ = world.extras.setdefault(_STATE, {})
         if (timeout := options.get("timeout")) is not None:
             set_world_timeout(world, timeout.total_seconds())
+        if "backend" in options:  # the program uses the group itself, as transformers' Trainer does
+            world.open_process_group()
         if not self.__dict__:
             self.device: torch.device = rank_device(cpu=cpu)
             self.backend = world.backend_name
@@ -220,6 +222,16 @@ class GradientState:
         """
         cursor = self._job.loaders.innermost
         return -1 if cursor is None else cursor.real or 0
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """How gradients add up, as transformers asks."""
+        job = self._job
+        names = ("sync_with_dataloader", "sync_each_batch")
+        return {"num_steps": job.steps} | {name: getattr(job, name) for name in names}
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self._job.sync_gradients = sync_gradients  # as transformers' Trainer does
 
     @classmethod
     def _reset_state(cls) -> None:

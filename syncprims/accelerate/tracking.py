@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import logging
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import syncprims
 
@@ -64,6 +64,9 @@ class TensorBoardTracker(GeneralTracker):
         simple = {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items()}
         self.writer.add_hparams(simple, metric_dict={})
         self.writer.flush()
+        directory = Path(self.logging_dir, self.run_name, str(time.time()))
+        directory.mkdir(parents=True)
+        (directory / "hparams.yml").write_text(json.dumps(simple, indent=1))  # YAML takes JSON
 
     def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
         """Write scalars, texts and dicts of scalars."""
@@ -73,7 +76,7 @@ class TensorBoardTracker(GeneralTracker):
             elif isinstance(value, dict):
                 self.writer.add_scalars(name, value, global_step=step, **options)
             else:
-                self.writer.add_scalar(name, _plain(value), global_step=step, **options)
+                self.writer.add_scalar(name, value, global_step=step, **options)
         self.writer.flush()
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
@@ -121,9 +124,14 @@ _KNOWN: dict[str, tuple[type[GeneralTracker], tuple[str, ...]]] = {
 }
 
 
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Make a tracker of your own known by its ``name``, for ``log_with=``."""
+    _KNOWN[tracker_class.name] = tracker_class, ()
+
+
 def get_available_trackers() -> list[str]:
     """Return the names of the trackers whose libraries are installed."""
-    return [name for name, (_, needs) in _KNOWN.items() if any(map(find_spec, needs))]
+    return [name for name, (_, needs) in _KNOWN.items() if not needs or any(map(find_spec, needs))]
 
 
 def on_main_process(function: Any) -> Any:
@@ -145,14 +153,6 @@ def _name_of(tracker: Any) -> Any:
     return getattr(tracker, "name", type(tracker).__name__)
 
 
-def _plain(value: Any) -> Any:
-    """Return a number as Python's own; a tensor as a number or a list; others as text."""
-    if hasattr(value, "tolist"):
-        listed = value.detach().tolist() if isinstance(value, torch.Tensor) else value.tolist()
-        return listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
-    return value if isinstance(value, int | float) else str(value)
-
-
 def _wrong(tracker: Any) -> str:
     return (
         f"log_with={tracker!r}: it takes names ({', '.join(_KNOWN)}, all), or objects with "
@@ -163,10 +163,8 @@ def _wrong(tracker: Any) -> str:
 class _Silent:
     """What stands for a tracker that this rank does not have: every call does nothing."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Silent()
+    def __getattr__(self, _: str) -> _Silent:
+        return self
 
     def __call__(self, *_: Any, **__: Any) -> _Silent:
         return self

@@ -36,6 +36,7 @@ from .configuration import InitProcessGroupKwargs as InitProcessGroupKwargs
 from .configuration import KwargsHandler as KwargsHandler
 from .configuration import LoggerType as LoggerType
 from .configuration import ProjectConfiguration as ProjectConfiguration
+from .configuration import TorchDynamoPlugin as TorchDynamoPlugin
 from .configuration import not_offered as _not_offered
 from .saving import load_checkpoint_in_model as load_checkpoint_in_model
 

@@ -26,22 +26,8 @@ if TYPE_CHECKING:
     from syncprims._world.world import World
 
 
-class GroupWorld:
-    """A world, and whether it ends with the default process group."""
-
-    def __init__(self, world: World, *, started: bool) -> None:
-        self.world = world
-        self._started = started
-
-    def end(self) -> None:
-        """End the world, if the process group has started it."""
-        if self._started:
-            self._started = False
-            leave_group_world(self.world)
-
-
-def join_group_world(store: Any, rank: int, world_size: int) -> GroupWorld:
-    """Return the world of a default process group.
+def join_group_world(store: Any, rank: int, world_size: int) -> tuple[World, bool]:
+    """Return the world of a default process group, and whether it was started for that.
 
     It is the one that runs. If there is none, it is started: by the environment, if that names a
     backend; else by the store, which all ranks of the group share. They meet at the server of a
@@ -55,15 +41,15 @@ def join_group_world(store: Any, rank: int, world_size: int) -> GroupWorld:
         started = True
         world = current() if names_backend() else _start(store, rank, world_size)
     if (world.rank, world.world_size) != (rank, world_size):
-        found = GroupWorld(world, started=started)
-        found.end()
+        if started:
+            leave_group_world(world)
         raise ConfigurationError(
             f"init_process_group({NAME!r}) with rank={rank} and world_size={world_size}: the world "
             f"of this process has rank={world.rank} and world_size={world.world_size}. Give both "
             f"the same numbers, or call shutdown() first",
             rank=world.rank,
         )
-    return GroupWorld(world, started=started)
+    return world, started
 
 
 def _keep_server(store: Any) -> None:

@@ -43,6 +43,7 @@ class Transfer(Work):
     channel: Channel
     note: Note
     pieces: int  #: how often the channel posts for it
+    _src: int | None  # the group rank that sends; None: it is this one, or not known yet
 
     def __init__(
         self,

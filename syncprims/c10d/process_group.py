@@ -15,12 +15,12 @@ from syncprims._data.limits import LARGE
 from syncprims._data.plane import DataPlane
 from syncprims._data.reduction import combine
 from syncprims._protocol.rounds import RoundSequence
-from syncprims._world.runtime import find_world
+from syncprims._world.runtime import find_world, leave_group_world
 from syncprims._world.world import close_rounds, open_rounds
 from syncprims.errors import RankMismatch, SyncError, WorldClosed, name_ranks
 from syncprims.interface import Mark, Note
 
-from .group_world import GroupWorld, join_group_world
+from .group_world import join_group_world
 from .point_to_point import PointToPoint
 from .tensors import OutputTensors, describe, items_in, items_of, nothing
 from .torch_internals import (
@@ -43,6 +43,8 @@ from .torch_internals import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from syncprims._world.world import World
+
     Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -55,20 +57,17 @@ def create_process_group(options: Any, backend_options: object = None) -> SyncPr
     The default group, which says nothing of global ranks, finds or starts the world. Others live in
     the world of this rank.
     """
-    ranks = list(options.global_ranks_in_group)
+    ranks, started = list(options.global_ranks_in_group), False
+    world = find_world()
     if not ranks:
-        home = join_group_world(options.store, options.group_rank, options.group_size)
         ranks = list(range(options.group_size))
-    else:
-        world = find_world()
-        if world is None:
-            raise WorldClosed(
-                f"new_group(backend={NAME!r}) on a rank without a world: open the default group "
-                f"with init_process_group({NAME!r}), and call new_group() before "
-                f"destroy_process_group()"
-            )
-        home = GroupWorld(world, started=False)
-    return SyncProcessGroup(home, ranks, options)
+        world, started = join_group_world(options.store, options.group_rank, options.group_size)
+    elif world is None:
+        raise WorldClosed(
+            f"new_group(backend={NAME!r}) on a rank without a world: open the default group with "
+            f"init_process_group({NAME!r}), and call new_group() before destroy_process_group()"
+        )
+    return SyncProcessGroup(world, ranks, options, started=started)
 
 
 def _count(world: Any, key: tuple[tuple[int, ...], str]) -> int:
@@ -97,7 +96,7 @@ def _collective(title: str, tensors: int = 1, shown: int = 0) -> Callable[[M], M
         @_recorded(title, shown)
         @functools.wraps(method)
         def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
-            options = self._read_options(*args[tensors:], *named.values())
+            options = self.read_options(*args[tensors:], *named.values())
             method(self, options, *args[:tensors])
             return finished_work(_listed(args[0]) if tensors else None)
 
@@ -118,9 +117,9 @@ def _recorded(title: str, shown: int = 0) -> Callable[[M], M]:
         def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
             try:
                 if count_modes():
-                    tensors = _flattened([*args])
-                    name = method.__name__
-                    work = show_to_modes(self, name, tensors, lambda of: of(*args, **named))
+                    several = method.__name__.endswith("_single") and isinstance(args[0], list)
+                    name = method.__name__ + ("_coalesced" if several else "")
+                    work = show_to_modes(self, name, _flattened([*args]), args, named)
                     with without_modes():
                         return work or call(self, *args, **named)
                 if not is_profiling():
@@ -145,9 +144,10 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     rank that does not come, raise as any call of this library.
     """
 
-    def __init__(self, home: GroupWorld, ranks: list[int], options: Any) -> None:
+    def __init__(self, world: World, ranks: list[int], options: Any, *, started: bool) -> None:
+        """Make the group of these world ranks; `world` ends with it if it was `started` for it."""
         super().__init__(options.group_rank, len(ranks))
-        self._home = home
+        self._world, self._started = world, started
         self._ranks = ranks  # world ranks, by group rank
         self.group_name = str(options.group_id)
         self.served_as = NAME  #: the backend that the program has asked for: its profilers show it
@@ -156,10 +156,10 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._me = options.group_rank
         self._index_of = [members.index(rank) for rank in ranks]  # by group rank: on the board
         self._in_order = self._index_of == list(range(len(ranks)))
-        earlier = _count(home.world, (members, self.group_name))
+        earlier = _count(world, (members, self.group_name))
         board = f"group {self.group_name}" + (f" again {earlier}" if earlier else "")
-        self._rounds = open_rounds(home.world, members, board, BETWEEN)
-        self._point_to_point = PointToPoint(home.world, board, ranks, options.group_rank)
+        self._rounds = open_rounds(world, members, board, BETWEEN)
+        self._point_to_point = PointToPoint(world, board, ranks, options.group_rank)
         self._left = False
         self._timeout: float | None = None
         self.set_timeout(options.timeout)
@@ -227,13 +227,15 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         What the members share ends with the last one that leaves.
         """
-        world, rounds = self._home.world, self._rounds
+        world, rounds = self._world, self._rounds
         if find_world() is world and not self._left:
             self._left = True
             why = functools.partial(_destroyed, self.group_name, self._ranks)
             self._point_to_point.close(why)
             close_rounds(world, rounds, why)
-        self._home.end()
+        if self._started:
+            self._started = False
+            leave_group_world(world)
 
     abort = shutdown
 
@@ -263,7 +265,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         seconds = None if timeout is None else self._seconds(timeout)
         return self._timeout if seconds is None else seconds
 
-    def _read_options(self, *given: Any) -> _Options:
+    def read_options(self, *given: Any) -> _Options:
         """Read what c10d gives: objects with options, or single values, in any order."""
         op = root = timeout = None
         for value in given:
@@ -350,17 +352,19 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return when every member has come."""
         given = getattr(opts, "timeout", opts) if timeout is None else timeout
+        self._meet("barrier", given)
+        return finished_work()
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Return when every member has come; all missing ones are named in any case."""
+        self._meet("monitored_barrier", timeout)
+
+    def _meet(self, kind: str, timeout: timedelta | None) -> None:
         try:
-            self._rounds.meet(self._note("barrier"), self._limit(given))
+            self._rounds.meet(self._note(kind), self._limit(timeout))
         except SyncError as error:
             make_backend_error(error)
             raise
-        return finished_work()
-
-    @_recorded("monitored_barrier")
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Return when every member has come; all missing ones are named in any case."""
-        self._rounds.meet(self._note("monitored_barrier"), self._limit(timeout))
 
     @_collective("all_reduce")
     def allreduce(self, options: _Options, tensors: Tensors) -> None:
@@ -627,6 +631,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                     begin = 16 * count + sum(row[:me])
                     raw(room)[:] = other.payload[begin : begin + row[me]]
             else:
+                assert transport is not None, "all members have one, or none has"
                 sequence = RoundSequence(rounds, note, options.limit)
                 transport.exchange(sequence, parts, rooms, [row[:count] for row in sizes])
 

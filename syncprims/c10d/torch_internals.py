@@ -60,7 +60,7 @@ _OLD_NAMES = {
 
 
 #: How many modes of torch's dispatcher are active in this thread (2.0 and newer).
-count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+count_modes: Callable[[], int] = cast("Any", torch)._C._len_torch_dispatch_stack
 #: Whether a profiler of torch records now (1.0 and newer).
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
@@ -154,7 +154,9 @@ def finished_work(result: Any = None) -> Any:
 @functools.cache
 def _reductions() -> dict[Any, str]:
     ours = {"avg": "mean", "product": "prod"}
-    names = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
+    names: dict[Any, str] = {
+        op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()
+    }
     # A sum with a factor, NCCL's own, is left out.
     return {op: ours.get(name, name) for op, name in names.items() if name != "premul_sum"}
 
@@ -172,12 +174,14 @@ def reduction_of(given: Any) -> str:
     return name
 
 
-def show_to_modes(group: Any, name: str, tensors: Sequence[torch.Tensor], call: Any) -> Any:
+def show_to_modes(
+    group: Any, name: str, tensors: Sequence[torch.Tensor], args: Any, named: Any
+) -> Any:
     """Let the active modes of torch's dispatcher see a call; return its handle if that was all.
 
-    A process group in Python is called past the dispatcher. So ``call(double)`` makes the call
-    `name` first for a group in C++ that transfers nothing (`FakeProcessGroup`, 2.1 and newer). That
-    is all there is to do for fake tensors.
+    A process group in Python is called past the dispatcher. So the method `name` is called first of
+    a group in C++ that transfers nothing (`FakeProcessGroup`, 2.1 and newer). That is all there is
+    to do for fake tensors.
     """
     from torch._C import _distributed_c10d
     from torch._subclasses.fake_tensor import FakeTensor
@@ -189,7 +193,8 @@ def show_to_modes(group: Any, name: str, tensors: Sequence[torch.Tensor], call: 
     for device in _DEVICES:
         double._register_backend(torch.device(device), kind, make(*place))
     double._set_default_backend(kind)
-    work = call(getattr(double, name, None) or getattr(double, _OLD_NAMES[name]))
+    method = getattr(double, name, None) or getattr(double, _OLD_NAMES[name])
+    work = method(*args, **named)
     return work if any(isinstance(tensor, FakeTensor) for tensor in tensors) else None
 
 
@@ -197,11 +202,13 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which no mode is active (`_disable_current_modes`, 2.0 and newer)."""
     from torch.utils import _python_dispatch
 
-    return cast("Any", _find(_python_dispatch, "_disable_current_modes")())
+    disable: Callable[[], contextlib.AbstractContextManager[Any]]
+    disable = _find(_python_dispatch, "_disable_current_modes")
+    return disable()
 
 
 @functools.cache
-def _kind_of_backends(kind: type[SyncError]) -> type[SyncError]:
+def _kind_of_backends(kind: Any) -> Any:
     def reduce(error: SyncError) -> tuple[Any, ...]:
         return _restore, (kind, str(error), error.facts())
 
@@ -209,14 +216,16 @@ def _kind_of_backends(kind: type[SyncError]) -> type[SyncError]:
     return type(kind.__name__, (kind, dist.DistBackendError), names)
 
 
-def _restore(kind: type[SyncError], message: str, facts: dict[str, Any]) -> SyncError:
-    return _kind_of_backends(kind)(message, **facts)
+def _restore(kind: Any, message: str, facts: dict[str, Any]) -> SyncError:
+    error: SyncError = _kind_of_backends(kind)(message, **facts)
+    return error
 
 
 def make_backend_error(error: SyncError) -> None:
     """Make `error` a ``DistBackendError`` as well, as which programs catch a lost peer."""
     if not isinstance(error, dist.DistBackendError):
-        error.__class__ = _kind_of_backends(type(error))
+        kind: Any = type(error)
+        error.__class__ = _kind_of_backends(kind)
 
 
 def keep_from_compiler(method: M) -> M:

@@ -2,8 +2,9 @@
 
 After a rank has failed, the others have :data:`GRACE` seconds to raise and report their own error.
 Then they get SIGTERM, and after the same time SIGKILL. A signal to the launcher is passed on, and
-the ranks have :data:`STOP_GRACE` seconds to stop; a second SIGINT or SIGTERM ends them at once.
-SIGUSR1 and SIGUSR2 are passed on, too, and end nothing here.
+the ranks have the seconds of ``--grace`` to stop. A second SIGTERM changes nothing, since
+schedulers send two; a second SIGINT ends the ranks at once. SIGUSR1 and SIGUSR2 are passed on, too,
+and end nothing here.
 
 If the launcher itself is killed, the system ends its ranks (on Linux), and a second process, its
 *guard*, ends what they have started and removes the scratch directory. The guard waits at a pipe
@@ -49,7 +50,7 @@ from .report import EndedRank, describe_failure
 from .who import describe_run
 
 GRACE = 5.0  # seconds between a failure and SIGTERM, and between SIGTERM and SIGKILL
-STOP_GRACE = 30.0  # between a signal to the launcher and SIGKILL
+STOPPED = 75  # exit code if SIGTERM has stopped the run, and all ranks have ended with 0
 #: Seconds within which a second signal is the same request: `timeout` sends two.
 _ONE_REQUEST = 0.2
 _POLL_INTERVAL = 0.02
@@ -277,7 +278,8 @@ class _Launcher:
         if self._failed:
             return self._report()
         if self._received:
-            return 128 + self._received[0]
+            saved = self._received[0] == signal.SIGTERM and not any(r.status for r in self._ranks)
+            return STOPPED if saved and self._ranks else 128 + self._received[0]
         if (error := self._output.error) is not None:
             why = f"all ranks succeeded, but their output is lost: {error.strerror}"
             raise OSError(error.errno, why)
@@ -364,14 +366,15 @@ class _Launcher:
                     recorder.record_end(topology, settings, describe_exit(rank.status))
             now = time.monotonic()
             for signum in self._received[handled:]:
-                urgent = signum in (signal.SIGINT, signal.SIGTERM)
                 if requested_at == math.inf:
-                    requested_at, kill_at = now, min(kill_at, now + STOP_GRACE)
+                    requested_at, kill_at = now, min(kill_at, now + self._plan.grace)
                     self._output.say(
                         f"syncprims run: {signal.Signals(signum).name}: the ranks have "
-                        f"{STOP_GRACE:g} s to stop; a second Ctrl-C or SIGTERM ends them at once"
+                        f"{self._plan.grace:g} s to stop; another Ctrl-C ends them at once"
                     )
-                elif urgent and now - requested_at > _ONE_REQUEST:
+                elif signum != signal.SIGINT:
+                    continue
+                elif now - requested_at > _ONE_REQUEST:
                     kill_at = now
                 self._stop(running, signum)
             handled = len(self._received)

@@ -155,6 +155,8 @@ class Options:
     elastic: tuple[int, int] | None = _option(span, RANKS,
         "start MAX ranks, and go on after losses while at least MIN of them live; the script calls "
         "reform()", "MIN:MAX")
+    grace: float | None = _option(SECONDS, RANKS,
+        "seconds that the ranks have to stop after SIGTERM or Ctrl-C (default: 30)", "SECONDS")
     backend: str | None = _option(word, BACKEND,
         "where the ranks meet: file (shared memory of one host, no torch), torch, gloo, nccl, "
         "single, or a plug-in's (default: $SYNCPRIMS_BACKEND, else nccl with --gpus, else torch "

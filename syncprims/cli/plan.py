@@ -27,6 +27,7 @@ class LaunchPlan(NamedTuple):
     torchrun: list[str]  #: the command that starts torchrun instead; empty on one node
     max_restarts: int = 0  #: of all ranks on this machine, after one has failed
     least: int | None = None  #: ranks that go on after losses; then lost ones are replaced
+    grace: float = 30.0  #: seconds between a signal to stop and SIGKILL
 
 
 def merge(flags: Mapping[str, Any], file: Mapping[str, Any]) -> Options:
@@ -79,7 +80,8 @@ def plan_launch(
         )
     command = [sys.executable, "-u", *script]
     least = options.elastic[0] if options.elastic else None
-    return LaunchPlan(command, ranks, variables, torchrun, options.max_restarts or 0, least)
+    restarts, grace = options.max_restarts or 0, options.grace or 30.0
+    return LaunchPlan(command, ranks, variables, torchrun, restarts, least, grace)
 
 
 def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:

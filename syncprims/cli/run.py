@@ -11,9 +11,10 @@ examples:
 
 Everything after the script belongs to the script. Flags override the file.
 
-exit code: 0 if all ranks succeeded, else that of the rank that failed first; 128 + n if signal n
-killed it or stopped the run; 2 if the command line or the environment is wrong; if all ranks
-succeeded and their output was lost, 1 for a full disk, 141 for a closed pipe.
+exit code: 0 if all ranks succeeded, else that of the rank that failed first; 75 if SIGTERM stopped
+the run and all ranks ended with 0; 128 + n if signal n killed a rank or stopped the run; 2 if the
+command line or the environment is wrong; if all ranks succeeded and their output was lost, 1 for a
+full disk, 141 for a closed pipe.
 """
 
 from __future__ import annotations

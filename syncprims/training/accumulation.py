@@ -9,6 +9,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,8 +27,7 @@ from .gradient_sync import (
     average_gradients,
     averages_gradients_itself,
     broadcast_buffers,
-    with_gradient_sync,
-    without_gradient_sync,
+    gradient_sync,
 )
 from .precision import Precision
 
@@ -109,7 +109,6 @@ class Accumulator:
     def accumulate(self, *models: nn.Module) -> AccumulationWindow:
         """Return a context manager around one micro-batch of `models`, prepared ones by default.
 
-        :raises ValueError: if there are no models.
         :raises RuntimeError: if the block is entered inside of itself.
         """
         window = self._windows.get(models)
@@ -119,8 +118,6 @@ class Accumulator:
                 self.entered.append(window)
             return window
         chosen = models or self.models
-        if not chosen:
-            raise ValueError("accumulate() takes the models whose gradients add up, or prepare one")
         window = self._windows[models] = AccumulationWindow(chosen, models, self)
         for model in chosen:
             self._watch_model(model)
@@ -197,27 +194,24 @@ class Accumulator:
         closed = [window.close() for window in self._windows.values()]  # all, in one order
         return any(closed)
 
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Generator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """In this block, backward passes do not average the gradients of `model` over ranks."""
-        before = self._unsynced
-        self._unsynced = [*before, model]
-        try:
-            with without_gradient_sync(model):
-                yield
-        finally:
-            self._unsynced = before
+        return self._with_sync(model, enabled=False)
 
-    @contextlib.contextmanager
-    def sync_in_backward(self, model: nn.Module) -> Generator[None]:
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """In this block a backward pass averages the gradients of `model` over ranks.
 
         Also if its forward pass was in a block of :meth:`no_sync`, or if this block is in one.
         """
+        return self._with_sync(model, enabled=True)
+
+    @contextlib.contextmanager
+    def _with_sync(self, model: nn.Module, *, enabled: bool) -> Generator[None]:
         before = self._unsynced
-        self._unsynced = [other for other in before if other is not model]
+        others = [other for other in before if other is not model]
+        self._unsynced = others if enabled else [*others, model]
         try:
-            with with_gradient_sync(model):
+            with gradient_sync(model, enabled):
                 yield
         finally:
             self._unsynced = before
@@ -420,7 +414,7 @@ class AccumulationWindow:
         self.inside = True
         if self._wrapped and (announce is not None or not self.averages):
             for model in self._wrapped:
-                self._unsynced.enter_context(without_gradient_sync(model))
+                self._unsynced.enter_context(gradient_sync(model, False))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.inside = False

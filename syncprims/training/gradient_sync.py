@@ -186,28 +186,18 @@ def averages_gradients_itself(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def without_gradient_sync(model: Any) -> Generator[None]:
-    """In this block a backward pass of the wrapper leaves gradients as they are on this rank."""
-    with contextlib.ExitStack() as stack:
-        if isinstance(model, DistributedDataParallel):
-            stack.enter_context(model.no_sync())
-        elif hasattr(model, "set_requires_gradient_sync"):  # FSDP
-            model.set_requires_gradient_sync(False)
-            stack.callback(model.set_requires_gradient_sync, True)
-        yield
-
-
-@contextlib.contextmanager
-def with_gradient_sync(model: Any) -> Generator[None]:
-    """In this block a backward pass of the wrapper averages gradients, whatever was said before."""
+def gradient_sync(model: Any, enabled: bool) -> Generator[None]:
+    """Say whether a backward pass of the wrapper averages gradients, whatever was said before."""
     with contextlib.ExitStack() as stack:
         if isinstance(model, DistributedDataParallel):
             before = model.require_backward_grad_sync
-            model.require_backward_grad_sync = True
+            model.require_backward_grad_sync = enabled
             stack.callback(setattr, model, "require_backward_grad_sync", before)
-            model.reducer.prepare_for_backward([])  # as at the end of its forward pass
+            if enabled:
+                model.reducer.prepare_for_backward([])  # as at the end of its forward pass
         elif hasattr(model, "set_requires_gradient_sync"):  # FSDP
-            model.set_requires_gradient_sync(True)
+            model.set_requires_gradient_sync(enabled)
+            stack.callback(model.set_requires_gradient_sync, True)
         yield
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from .accumulation import AccumulationWindow, Accumulator, parameters_of
 
@@ -35,7 +34,7 @@ class PreparedOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer, accumulator: Accumulator) -> None:
         # Not Optimizer.__init__: the wrapped optimizer holds everything already.
         self.optimizer = optimizer
-        self._recorder = _StepRecorder(optimizer)
+        self._recorder: Any = _StepRecorder(optimizer)
         # An optimizer's own zero_grad() is always called.
         self._plain = getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
         self.steps_taken = 0
@@ -63,18 +62,13 @@ class PreparedOptimizer(Optimizer):
     defaults = delegated("optimizer.defaults")
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet: the object is being copied
-            raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:
         return f"Prepared{self.optimizer!r}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+    def __reduce__(self) -> Any:
+        return _copy_of_no_job, (self.optimizer,)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state."""
@@ -174,6 +168,11 @@ class PreparedOptimizer(Optimizer):
             scaler.unscale_(self._recorder)
 
 
+def _copy_of_no_job(optimizer: Optimizer) -> PreparedOptimizer:
+    """Return what a copied or pickled optimizer is: every step passes."""
+    return PreparedOptimizer(optimizer, Accumulator())
+
+
 class _StepRecorder:
     """The optimizer that a scaler steps: it records the call.
 
@@ -211,7 +210,7 @@ class PreparedScheduler:
         follow: bool = True,
         to_end: bool = False,
     ) -> None:
-        self.scheduler: LRScheduler = scheduler  # or an object with the same methods
+        self.scheduler = scheduler  # of torch, or an object with the same methods
         self._optimizers = optimizers
         self._advance = advance
         self._follow = follow

@@ -39,6 +39,9 @@ _BUFFERS = (
 )
 
 
+_WRAPPERS = (DistributedDataParallel, nn.DataParallel)
+
+
 def rank_device(*, cpu: bool = False) -> torch.device:
     """Return this rank's device, and make it the current one; the CPU if there is no accelerator.
 
@@ -75,6 +78,13 @@ class JobOptions:
     ddp: dict[str, Any] | None = None  #: options for DDP
 
 
+#: Those of :func:`prepare_data_loader`.
+_LOADER_OPTIONS = (
+    "even_batches", "split_batches", "dispatch_batches", "seed", "order", "skip_finished",
+    "non_blocking",
+)  # fmt: skip
+
+
 class _NoSync:
     """The method ``no_sync()`` of a prepared model, as DDP has it. In a copy it does nothing."""
 
@@ -102,11 +112,11 @@ class Preparation:
         if has_torch_engine(current()):
             current().open_process_group()
 
-    def model(self, model: nn.Module) -> nn.Module:
+    def model(self, model: nn.Module, *, wrap: bool = True) -> nn.Module:
         """Return `model` on the device, with rank 0's values, in the job's precision. Collective.
 
         On the torch backend, and if the program runs a ``torch.distributed`` group of all ranks, it
-        is wrapped in DDP.
+        is wrapped in DDP, unless `wrap` is false.
 
         :raises RankMismatch: on all ranks, if the models differ in more than their values.
         """
@@ -120,7 +130,7 @@ class Preparation:
             broadcast_model(model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         self.accumulator.precision.apply(inner, **(self.options.autocast or {}))
-        trained = any(p.requires_grad for p in model.parameters())
+        trained = wrap and any(p.requires_grad for p in model.parameters())
         grouped = has_process_group() and distributed.get_world_size() == get_world_size() > 1
         if trained and not wrapped and grouped:
             # The window broadcasts buffers after each step: then ranks agree when they evaluate,
@@ -137,18 +147,11 @@ class Preparation:
 
     def loader(self, loader: DataLoader[Any]) -> PreparedLoader[Any]:
         """Return a loader of this rank's batches. Collective."""
-        options = self.options
         prepared = prepare_data_loader(
             loader,
-            device=self.device if options.device_placement else None,
-            even_batches=options.even_batches,
-            split_batches=options.split_batches,
-            dispatch_batches=options.dispatch_batches,
-            order=options.order,
-            skip_finished=options.skip_finished,
-            seed=options.seed,
+            device=self.device if self.options.device_placement else None,
             loaders=self.accumulator.loaders,
-            non_blocking=options.non_blocking,
+            **{name: getattr(self.options, name) for name in _LOADER_OPTIONS},
         )
         if not any(prepared is known for known in self.loaders):
             self.loaders.append(prepared)
@@ -222,14 +225,16 @@ def unwrap_model(model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: b
     """Return the model inside of data-parallel wrappers and of `torch.compile`.
 
     If `keep_fp32_wrapper` is False, autocast is removed from it, too: also from the model that is
-    being trained, which is the same object. With `keep_torch_compile` a model compiled inside of
-    DDP is returned compiled.
+    being trained, which is the same object. With `keep_torch_compile` a compiled model is returned
+    compiled; a wrapper inside of it is taken out of the object that `torch.compile` made.
     """
     found: Any = model
+    if keep_torch_compile and isinstance(wrapper := getattr(model, "_orig_mod", None), _WRAPPERS):
+        model._orig_mod = unwrap_model(wrapper, keep_fp32_wrapper)
     inner: Any = model
     while isinstance(inner, nn.Module):
         found = inner
-        if isinstance(found, DistributedDataParallel | nn.DataParallel):
+        if isinstance(found, _WRAPPERS):
             inner = found.module
         else:
             inner = None if keep_torch_compile else getattr(found, "_orig_mod", None)

@@ -104,4 +104,7 @@ def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -
 
 
 def _can_move(part: Any) -> bool:
-    return callable(getattr(part, "to", None)) and not isinstance(part, type)
+    # The order is for torch.compile(), which cannot trace callable().
+    if torch.is_tensor(part) or not hasattr(part, "to"):
+        return torch.is_tensor(part)
+    return callable(part.to) and not isinstance(part, type)

@@ -18,7 +18,7 @@ from .gradient_sync import (
     average_gradients,
     averages_gradients_itself,
     broadcast_model,
-    without_gradient_sync,
+    gradient_sync,
 )
 
 
@@ -42,7 +42,7 @@ def join_uneven_inputs(accumulator: Accumulator) -> Generator[None]:
     accumulator._announce = join.announce
     with contextlib.ExitStack() as stack:
         for model in filter(averages_gradients_itself, accumulator.models):
-            stack.enter_context(without_gradient_sync(model))
+            stack.enter_context(gradient_sync(model, False))
             check = model.register_forward_pre_hook(lambda model, _: check_joinable([model]))
             stack.callback(check.remove)
             accumulator._watch.add(model)
@@ -101,10 +101,8 @@ class _Join:
         window = self._accumulator.accumulate(*models)
         check_joinable(window.models)
         if window.sync or not window.count:
-            for (
-                p
-            ) in window.parameters:  # this rank does not step, so no call clears the last step's
-                p.grad = None
+            for p in window.parameters:
+                p.grad = None  # this rank does not step, so no call clears the last step's
         return window
 
     def _average_zeros(self, models: list[nn.Module], *, uncleared: bool) -> None:

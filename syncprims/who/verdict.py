@@ -166,6 +166,11 @@ def _describe_absence(
         snapshot = first.snapshot(waiting[0])
         for rank in faults[:_MOST_NAMED]:
             activity = f"; it {doing[rank]}" if rank in doing else ""
+            status = first.board.statuses[rank]
+            behind = first.number - status.rounds
+            # Of a loop, the call is the same in every round.
+            if status.label is not None and status.label == first.board.statuses[waiting[0]].label:
+                activity = f", {behind} round{'s' * (behind > 1)} before this one{activity}"
             lines.append(f"  {snapshot.last_seen(rank)}{activity}")
     return sorted(ranks), "\n".join(lines)
 

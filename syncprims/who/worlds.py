@@ -172,7 +172,6 @@ class WorldReader:
             if wait.number:
                 waits[rank] = wait
         front = min(status.rounds for status in statuses.values())
-        barrier = _last_barrier(cells, front)
         if len(here) < len(members):
             number = max(wait.number for wait in waits.values()) if waits else front
             report = self._report(name.removesuffix("-here"), len(here), number)
@@ -186,7 +185,8 @@ class WorldReader:
                         rounds, text = report["seen"][str(rank)]
                         label = None if text is None else Label.decode(text.encode("latin-1"))
                     statuses[rank] = Status(rounds, label, "alive")
-        return BoardView(tuple(members), statuses, waits, barrier)
+        complete = min(status.rounds for status in statuses.values())
+        return BoardView(tuple(members), statuses, waits, _last_barrier(cells, complete))
 
     def _cells(self, name: str, count: int) -> memory.CellReader:
         with self._opened(name) as fd:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import json
+import pickle
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +19,12 @@ from support.training_models import (
 )
 
 from syncprims.accelerate import Accelerator
-from syncprims.accelerate.utils import ProjectConfiguration
+from syncprims.accelerate.tracking import (
+    GeneralTracker,
+    TensorBoardTracker,
+    register_tracker_class,
+)
+from syncprims.accelerate.utils import ProjectConfiguration, send_to_device
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -121,5 +129,72 @@ def test_checkpoints_of_a_project_and_elsewhere(world: Ranks, tmp_path: Path) ->
         assert (job.project_dir, job.save_iteration) == (tmp_path / "other", 8)
         with pytest.raises(ValueError, match="registered_0: 1, registered_1: 'x'"):
             job.register_for_checkpointing(1, "x")
+
+    world.run(program)
+
+
+@alone
+def test_arguments_that_mean_what_they_mean_there(world: Ranks) -> None:
+    """Variables, ignored arguments, blocks with nothing prepared."""
+
+    def program() -> None:
+        with pytest.warns(UserWarning, match="split_batches is ignored"):
+            job = Accelerator(cpu=True, split_batches=True)
+        assert (job.split_batches, job.gradient_accumulation_steps) == (False, 3)
+        assert Accelerator(cpu=True, gradient_accumulation_steps=2).gradient_accumulation_steps == 3
+        synced: list[bool] = []
+        for _ in range(6):
+            with job.accumulate():
+                synced.append(job.sync_gradients)
+        assert synced == [False, False, True] * 2
+        optimizer = torch.optim.SGD(job.prepare(torch.nn.Linear(1, 1)).parameters(), momentum=0.9)
+        copied = pickle.loads(pickle.dumps(job.prepare(optimizer)))
+        assert copied.param_groups[0]["momentum"] == 0.9
+        copied.step()
+
+    world.run(program, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="3")
+
+
+@alone
+def test_compiled_programs(world: Ranks) -> None:
+    def program() -> None:
+        job, model = Accelerator(cpu=True), torch.nn.Linear(1, 1)
+        compiled: Any = torch.compile(torch.nn.DataParallel(model), backend="eager")
+        assert job.unwrap_model(compiled) is compiled
+        assert compiled._orig_mod is model
+        assert job.unwrap_model(compiled, keep_torch_compile=False) is model
+
+        def moved(batch: Any) -> Any:
+            return send_to_device(batch, "cpu")["x"][0] + 1
+
+        traced: Any = torch.compile(moved, fullgraph=True, backend="eager")
+        assert traced({"x": [torch.ones(1)]}) == 2
+
+    world.run(program)
+
+
+class _Lines(GeneralTracker):
+    name = "lines"
+    seen: ClassVar[list[Any]] = []
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        self.seen.append((self.run_name, values, step))
+
+
+@alone
+def test_trackers_by_name(world: Ranks, tmp_path: Path) -> None:
+    """One of a program's own, and TensorBoard's file of hyperparameters, by a stand-in for it."""
+
+    def program() -> None:
+        register_tracker_class(_Lines)
+        job = Accelerator(cpu=True, log_with="lines")
+        job.init_trackers("run")
+        job.log({"loss": 1.0}, step=2)
+        assert _Lines.seen == [("run", {"loss": 1.0}, 2)]
+        tracker = TensorBoardTracker("run", tmp_path)
+        tracker.writer = mock.Mock()
+        tracker.store_init_configuration({"lr": 0.5, "name": "x", "path": tmp_path})
+        (file,) = tmp_path.glob("run/*/hparams.yml")
+        assert json.loads(file.read_text()) == {"lr": 0.5, "name": "x", "path": str(tmp_path)}
 
     world.run(program)

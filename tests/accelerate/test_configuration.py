@@ -33,6 +33,7 @@ from syncprims.accelerate.utils import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from syncprims.training import prepare_data_loader, skip_first_batches
 
@@ -110,6 +111,7 @@ def test_what_has_no_equivalent_is_told(world: Ranks) -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"fsdp_plugin": object()}, TypeError, "fully_shard"),
         ({"dynamo_backend": "inductor"}, TypeError, "torch.compile"),
+        ({"dynamo_plugin": TorchDynamoPlugin("inductor")}, TypeError, "torch.compile"),
         ({"rng_types": ["torch"]}, TypeError, "synchronize_rng_states"),
         ({"log_with": "nobody"}, ValueError, r"log\(values"),
         ({"surprise": None}, TypeError, "surprise"),
@@ -128,7 +130,6 @@ def test_what_has_no_equivalent_is_told(world: Ranks) -> None:
 
     calls: list[tuple[Callable[[Any], object], str]] = [
         (lambda job: job.prepare(unit_model(), None, device_placement=[True, False]), "move"),
-        (lambda job: job.prepare_model(unit_model(), evaluation_mode=True), "requires_grad_"),
         (lambda job: job.prepare_data_loader([], slice_fn_for_dispatch=id), "collate_fn"),
         (lambda job: job.load_state("x", {"a": 1}), "leave it out"),
     ]

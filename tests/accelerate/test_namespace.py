@@ -51,7 +51,7 @@ def test_importing_syncprims_imports_no_torch() -> None:
         (".utils", "DummyOptim", "DeepSpeed"),
         (".tracking", "CometMLTracker", "log_with"),
         ("", "ParallelismConfig", "torch's own means"),
-        (".utils", "TorchDynamoPlugin", "torch.compile"),
+        (".utils.modeling", "get_max_layer_size", "device_map"),
         (".data_loader", "SkipDataLoader", "skip_first_batches"),
         (".data_loader", "IterableDatasetShard", "prepare"),
     ],

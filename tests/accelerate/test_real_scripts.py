@@ -6,6 +6,7 @@ Only their import lines differ. Accelerate runs them on two ranks of its own.
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -108,3 +109,58 @@ def test_resumed_from_ones_own_checkpoint_and_from_accelerates(
     for folder in ("ours", "moved"):
         resumed = program(True, folder, resume_from_checkpoint=saved[folder])
         check_equal(world.run(resumed, ACCELERATE_USE_CPU="yes"), wanted)
+
+
+TRAINER = """
+import sys
+if sys.argv[1] == "ours":
+    import syncprims.accelerate, syncprims.accelerate.logging
+    for name in [name for name in sys.modules if name.startswith("syncprims.accelerate")]:
+        sys.modules[name.removeprefix("syncprims.")] = sys.modules[name]
+import torch
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, i):
+        words = torch.randint(0, 50, (8,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": words, "labels": int(words.sum() % 2)}
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+model = BertForSequenceClassification(BertConfig(**sizes, intermediate_size=32))
+options = TrainingArguments(
+    sys.argv[2], per_device_train_batch_size=4, num_train_epochs=2, gradient_accumulation_steps=2,
+    report_to=[], use_cpu=True, logging_steps=1, save_steps=2, eval_strategy="epoch",
+    disable_tqdm=True,
+)
+trainer = Trainer(model=model, args=options, train_dataset=Texts(), eval_dataset=Texts())
+trainer.train()
+losses = [record.get("loss", record.get("eval_loss")) for record in trainer.state.log_history]
+again = Trainer(model=model, args=options, eval_dataset=Texts())  # that does not train
+losses.append(again.evaluate()["eval_loss"])
+weights = sum(p.double().sum() for p in model.parameters())
+print(f"done {type(trainer.accelerator).__module__.split('.')[0]}", losses, float(weights))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_transformers_trainer_runs(ranks: int, tmp_path: Path) -> None:
+    """Its losses and weights have the bits that Accelerate gives; on two ranks without Gloo."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAINER)
+
+    def lines(library: str, *start: str) -> list[str]:
+        line = [sys.executable, *start, str(script), library, str(tmp_path / library)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return [line.partition("done ")[2] for line in done.stdout.splitlines() if "done" in line]
+
+    port = f"--master-port={free_port()}"
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", port]
+    wanted = lines("accelerate", *torchrun * (ranks > 1))
+    ours = lines("ours", *["-m", "syncprims", "run", "-n", str(ranks)] * (ranks > 1))
+    assert len(ours) == ranks
+    assert ours == [line.replace("accelerate", "syncprims", 1) for line in wanted]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.training_models import everywhere, in_pairs, numbers, small_model
+from support.training_models import alone, everywhere, in_pairs, numbers, small_model
 
 from syncprims import CollectiveMismatch, PeerLost
 from syncprims.accelerate import Accelerator, load_checkpoint_in_model
@@ -149,3 +149,19 @@ def test_main_saves_a_model_alone(world: Ranks, guard: str, tmp_path: Path) -> N
         return numbers(again) == numbers(model)
 
     assert world.run(program) == [True, True]
+
+
+@alone
+def test_tied_parameters_are_named_in_a_warning(
+    world: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program() -> None:
+        job = Accelerator(cpu=True)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        job.save_model(model, tmp_path)
+        assert not caplog.messages
+        model[1].weight = model[0].weight
+        job.save_model(model, tmp_path)
+        assert "['1.weight'] are tied" in caplog.text
+
+    world.run(program)

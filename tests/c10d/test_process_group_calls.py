@@ -301,24 +301,29 @@ def test_modes_of_the_dispatcher_see_every_call(world: Ranks) -> None:
 
     def program() -> tuple[dict[str, int], list[float]]:
         from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.distributed.tensor.debug import CommDebugMode
-        from torch.testing._internal.two_tensor import TwoTensor
+        from torch.distributed.tensor import debug
+        from torch.testing._internal import two_tensor
 
+        modes: Any = debug
+        subclasses: Any = two_tensor
         with process_group():
             one, room = torch.ones(2), torch.empty(4)
-            with CommDebugMode() as mode:
+            with modes.CommDebugMode() as mode:
                 dist.all_reduce(one)
                 dist.group.WORLD._allgather_base(room, one)
+                dist.group.WORLD.allgather_into_tensor_coalesced([room], [one])
                 dist.reduce_scatter(one, [*room.view(2, 2)])
+                dist.group.WORLD.monitored_barrier()
                 dist.barrier()
             with FakeTensorMode():
                 dist.all_reduce(torch.ones(3))
             with pytest.raises(TypeError, match="a TwoTensor has no memory of its own"):
-                dist.all_reduce(TwoTensor(one, one))
+                dist.all_reduce(subclasses.TwoTensor(one, one))
             dist.barrier()
             return {str(op): count for op, count in mode.get_comm_counts().items()}, one.tolist()
 
-    counts = {"c10d.allreduce_": 1, "c10d._allgather_base_": 1, "c10d.reduce_scatter_": 1}
+    calls = "allreduce", "_allgather_base", "allgather_into_tensor_coalesced", "reduce_scatter"
+    counts = {f"c10d.{call}_": 1 for call in calls}
     assert world.run(program) == [(counts, [4.0, 4.0])] * 2
 
 

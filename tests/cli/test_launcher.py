@@ -325,8 +325,7 @@ def test_a_directory_of_the_user_is_left_as_it_was(launches: Launches, tmp_path:
 # -- signals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM], ids=str)
-def test_a_second_signal_ends_the_ranks_at_once(launches: Launches, second: int) -> None:
+def test_a_second_interrupt_ends_the_ranks_at_once(launches: Launches) -> None:
     source = """
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: print("asked"))
@@ -342,8 +341,45 @@ def test_a_second_signal_ends_the_ranks_at_once(launches: Launches, second: int)
         assert line.startswith("syncprims run: SIGINT: the ranks have 30 s to stop")
         await_lines(launcher, "asked")
         time.sleep(0.3)  # what comes sooner is the same request
-        launcher.send_signal(second)
+        launcher.send_signal(signal.SIGINT)
         assert launcher.wait(timeout=PATIENCE) == 130
+
+
+def test_the_second_sigterm_of_a_scheduler_loses_no_save_and_the_code_says_stopped(
+    launches: Launches,
+) -> None:
+    source = """
+    stop = Trigger("stop")
+    stop.set_on_signal()
+    barrier()
+    print("ready")
+    while not stop.check(): time.sleep(0.01)
+    print("saving")
+    time.sleep(2)
+    print("saved")
+    """
+    with launches.start(source, "--grace", "60") as launcher:
+        await_lines(launcher, "ready")
+        launcher.send_signal(signal.SIGTERM)
+        await_lines(launcher, "saving")
+        time.sleep(1)  # longer than one request takes, for the launcher and for the ranks
+        launcher.send_signal(signal.SIGTERM)
+        await_lines(launcher, "saved")
+        assert launcher.stderr is not None
+        assert "SIGTERM: the ranks have 60 s to stop" in launcher.stderr.read()
+        assert launcher.wait(timeout=PATIENCE) == 75
+
+
+def test_ranks_that_do_not_stop_in_the_grace_time_are_killed(launches: Launches) -> None:
+    source = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("ready")
+    time.sleep(600)
+    """
+    with launches.start(source, "--grace", "0.5") as launcher:
+        await_lines(launcher, "ready")
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=PATIENCE) == 143
 
 
 def test_a_signal_counts_while_nobody_reads_the_output(launches: Launches) -> None:
@@ -370,7 +406,7 @@ def test_output_that_is_read_late_is_whole(launches: Launches) -> None:
 @pytest.mark.parametrize(
     ("signum", "code", "seconds"),
     [
-        (signal.SIGTERM, 143, 6),  # longer than what the others get after a failure
+        (signal.SIGTERM, 75, 6),  # longer than what the others get after a failure
         # Schedulers send such a signal to the launcher some time before the end: it ends nothing.
         (signal.SIGUSR1, 0, 0),
         (signal.SIGUSR2, 0, 0),

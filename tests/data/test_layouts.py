@@ -238,6 +238,32 @@ def test_tensors_of_one_shape_are_alike_whatever_their_history(world: Ranks) -> 
     world.run(program)
 
 
+class Labelled(torch.Tensor):
+    """A tensor of a user's own type, whose items are torch's."""
+
+
+@several()
+def test_an_array_may_travel_otherwise_than_on_the_other_ranks(world: Ranks) -> None:
+    def program() -> None:
+        torch.set_num_threads(1)
+        is_last = sp.get_rank() == sp.get_world_size() - 1
+        for size in (3, 500, 100_000):
+            plain = torch.ones(size)
+            for own in (plain.as_subclass(Labelled), torch.nn.Parameter(plain)):
+                mine = own if is_last else plain
+                for value in (mine, [mine], {"a": mine, "b": 1}):
+                    total: Any = sp.all_reduce(value)
+                    part = total if value is mine else total["a" if isinstance(value, dict) else 0]
+                    assert type(part) is torch.Tensor
+                    assert part.tolist() == [sp.get_world_size()] * size
+            many = 1 << 70 if is_last else 1  # an int that no slot holds
+            array, number = sp.all_reduce((np.ones(size), many))
+            assert array.tolist() == [sp.get_world_size()] * size
+            assert number == sp.get_world_size() - 1 + (1 << 70)
+
+    world.run(program)
+
+
 @several(2)
 def test_an_array_that_cannot_be_filled_is_the_error_of_one_rank(world: Ranks) -> None:
     def program() -> None:

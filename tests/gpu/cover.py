@@ -12,10 +12,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+
+import syncprims as sp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +28,11 @@ if TYPE_CHECKING:
 def values(tensor: Any) -> list[float]:
     """Return the different values in a tensor."""
     return sorted(set(tensor.flatten().tolist()))
+
+
+def own_device() -> torch.device:
+    """Return the device of this rank."""
+    return torch.device("cuda", sp.get_local_rank() % torch.cuda.device_count())
 
 
 CHECKS: dict[str, Callable[[], Any]] = {}
@@ -36,10 +45,6 @@ def check(function: Callable[[], Any]) -> Callable[[], Any]:
 
 @check
 def barriers_flags_and_objects_touch_no_device() -> None:
-    import torch
-
-    import syncprims as sp
-
     sp.barrier()
     assert sp.any_rank(sp.is_last())
     assert sp.broadcast({"step": 3}) == {"step": 3}
@@ -48,10 +53,6 @@ def barriers_flags_and_objects_touch_no_device() -> None:
 
 @check
 def a_barrier_waits_for_the_device() -> None:
-    import torch
-
-    import syncprims as sp
-
     work = torch.ones(4096, 4096, device="cuda")
     for _ in range(50):
         work = work @ work / 4096
@@ -63,11 +64,7 @@ def a_barrier_waits_for_the_device() -> None:
 
 @check
 def tensors_arrive_on_the_receivers_own_device() -> None:
-    import torch
-
-    import syncprims as sp
-
-    own = torch.device("cuda", sp.get_local_rank() % torch.cuda.device_count())
+    own = own_device()
     for size in (3, 100_000):
         sent = {"w": torch.full((size,), float(sp.get_rank()), device=own)}
         arrived = sp.broadcast(sent)["w"]
@@ -79,11 +76,7 @@ def tensors_arrive_on_the_receivers_own_device() -> None:
 
 @check
 def every_dtype_is_reduced_with_every_op() -> None:
-    import torch
-
-    import syncprims as sp
-
-    own = torch.device("cuda", sp.get_local_rank() % torch.cuda.device_count())
+    own = own_device()
     n = sp.get_world_size()
     dtypes = (
         torch.float16,
@@ -107,11 +100,7 @@ def every_dtype_is_reduced_with_every_op() -> None:
 
 @check
 def an_out_on_the_device_is_filled() -> None:
-    import torch
-
-    import syncprims as sp
-
-    own = torch.device("cuda", sp.get_local_rank() % torch.cuda.device_count())
+    own = own_device()
     out = torch.empty(50_000, device=own)
     assert sp.all_reduce(torch.ones(50_000, device=own), out=out) is out
     assert values(out) == [sp.get_world_size()]
@@ -121,11 +110,7 @@ def an_out_on_the_device_is_filled() -> None:
 
 @check
 def shapes_that_differ_are_a_mismatch() -> None:
-    import torch
-
-    import syncprims as sp
-
-    own = torch.device("cuda", sp.get_local_rank() % torch.cuda.device_count())
+    own = own_device()
     if sp.get_world_size() == 1:
         return
     with pytest.raises(sp.RankMismatch, match="50000"):
@@ -134,12 +119,6 @@ def shapes_that_differ_are_a_mismatch() -> None:
 
 
 def be_rank(folder: str) -> None:
-    import traceback
-
-    import torch
-
-    import syncprims as sp
-
     said: dict[str, str] = {}
     with sp.init():
         for name, function in CHECKS.items():
@@ -163,8 +142,6 @@ def cover(ranks: int) -> list[dict[str, str]]:
 
 
 def main() -> int:
-    import torch
-
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was covered")
         return 1

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
-from support.rank_worlds import Died, Kind, Ranks, Signs, await_end, busy_processors
+from support.rank_worlds import Died, Kind, Ranks, Signs, await_end
 
 import syncprims as sp
 from syncprims._world import runtime
@@ -145,14 +145,6 @@ def test_a_kill_is_told_wherever_it_falls(
     meeting_place: Path,
 ) -> None:
     told(place, companion, leash, meeting_place)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_kill_is_told_on_a_busy_machine(
-    place: Callable[[], None], leash: tuple[int, int], meeting_place: Path
-) -> None:
-    with busy_processors():
-        told(place, a_raw_fork, leash, meeting_place)
 
 
 # -- before all have joined -----------------------------------------------------------------------

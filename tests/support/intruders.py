@@ -9,14 +9,13 @@ import pickle
 import shutil
 import socket
 import stat
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import syncprims as sp
-from support.rank_worlds import Kind, Ranks
+from support.rank_worlds import Kind, Ranks, fork
 from syncprims._world.launchers import make_rank_variables
 
 if TYPE_CHECKING:
@@ -29,21 +28,6 @@ RUN_NAME = f"syncprims-{RUN}"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
 
 
-def start_process(does: Callable[[], object]) -> int:
-    """Return the pid of a process that calls `body`, and ends with 0 if it succeeds."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside xdist's thread
-        pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            does()
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
-
-
 def start_intruder(does: Callable[[], object]) -> int:
     """Return the pid of a process of another user that does this."""
 
@@ -54,7 +38,7 @@ def start_intruder(does: Callable[[], object]) -> int:
         os.umask(0)
         does()
 
-    return start_process(become_and_do)
+    return fork(become_and_do, os.environ.copy())
 
 
 def as_intruder(does: Callable[[], object]) -> None:

@@ -1,7 +1,5 @@
 """Random programs of synchronizations, run by forked ranks under random faults.
 
-    python -m support.random_programs SEED [TIMES]
-
 The seed decides the program, its values and its faults. Only the scheduling is not determined.
 """
 
@@ -13,26 +11,282 @@ import os
 import random
 import select
 import signal
-import sys
-import tempfile
 import time
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 import syncprims as sp
-from support.forks import prepare_forks
-from support.histories import Event, History, Kind, Step, show, violations
 from support.rank_worlds import PATIENCE, environment, fork
 from support.rank_worlds import Kind as World
 from syncprims._api.trigger import SelfClearingTrigger
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from support.rank_worlds import ServedStore
+
+
+Kind = Literal[
+    "init", "barrier", "broadcast", "all_reduce", "all_gather", "any_rank", "all_ranks", "check",
+    "main_first", "group",
+]  # fmt: skip
+What = Literal["enter", "exit", "verdict", "again", "raise", "kill", "end"]
+
+
+class Step(NamedTuple):
+    """A call of a program; "group" is two: in a group of every second rank, and among all."""
+
+    kind: Kind
+    name: str | None = None
+    src: int | None = None
+    op: str | None = None
+
+    def __str__(self) -> str:
+        facts = [str(fact) for fact in self[1:] if fact is not None]
+        return " ".join([self.kind, *facts])
+
+
+class Event(NamedTuple):
+    """A recorded event of one rank: its step, kind, time in monotonic nanoseconds, and fact.
+
+    The fact of "enter" is what this rank sends, and of "exit" what it received. The fact of
+    "verdict", and of the "again" when it repeats a call, is the class of the error, its rank and
+    the missing ranks.
+    """
+
+    step: int
+    what: What
+    at: int
+    fact: Any = None
+
+
+class History(NamedTuple):
+    """A run of one program."""
+
+    seed: int
+    steps: Sequence[Step]
+    events: list[list[Event]]  #: by rank
+    codes: Sequence[int]  #: exit codes by rank; negative: the signal
+    kills: dict[int, int]  #: rank -> time at which it was killed
+    hung: Sequence[int] = ()  #: ranks that had to be ended
+    faults: Sequence[str] = ()  #: the injected faults, as text
+
+    @property
+    def ranks(self) -> range:
+        """All ranks."""
+        return range(len(self.events))
+
+    def when(self, what: What) -> dict[int, Event]:
+        """Return the first event of this kind of each rank that has one."""
+        found: dict[int, Event] = {}
+        for rank, events in enumerate(self.events):
+            for event in events:
+                if event.what == what:
+                    found.setdefault(rank, event)
+        return found
+
+    def at_step(self, step: int, what: What) -> dict[int, Event]:
+        """Return the event of this kind at this step, of each rank that has one."""
+        return {
+            rank: event
+            for rank, events in enumerate(self.events)
+            for event in events
+            if event.step == step and event.what == what
+        }
+
+    def dead(self) -> dict[int, int]:
+        """Return the ranks that SIGKILL ended, each with the earliest time at which this is known.
+
+        Ranks that had ended before the kill are left out.
+        """
+        moments = {rank: event.at for rank, event in self.when("kill").items()}
+        moments = {**self.kills, **moments}
+        return {rank: at for rank, at in moments.items() if self.codes[rank] == -9}
+
+
+def waits_for(steps: Sequence[Step]) -> list[int]:
+    """Return, for each step, the last step that all ranks must enter before any rank leaves it.
+
+    A check with a lag waits for the previous one, so the value never decreases.
+    """
+    last: dict[str | None, int] = {}
+    known = -1
+    found: list[int] = []
+    for number, step in enumerate(steps):
+        if step.kind == "check":
+            known = max(known, last.get(step.name, -1))
+            last[step.name] = number
+        else:
+            known = number
+        found.append(known)
+    return found
+
+
+def violations(history: History) -> list[str]:
+    """Return the violated promises of `history`; empty if all were kept."""
+    return [
+        *_ends(history),
+        *_early(history),
+        *_values(history),
+        *_causes(history),
+        *_agreement(history),
+    ]
+
+
+def _ends(history: History) -> Iterator[str]:
+    for rank in history.hung:
+        yield f"rank {rank} never ended"
+    ended = history.when("end")
+    dead = history.dead()
+    for rank in history.ranks:
+        if rank in dead or rank in history.hung:
+            continue
+        if rank not in ended or history.codes[rank] != 0:
+            yield f"rank {rank} ended by itself, with exit code {history.codes[rank]}"
+
+
+def _early(history: History) -> Iterator[str]:
+    for number, needed in enumerate(waits_for(history.steps)):
+        if needed < 0:
+            continue
+        entered = history.at_step(needed, "enter")
+        for rank, left in history.at_step(number, "exit").items():
+            for other in history.ranks:
+                if other not in entered:
+                    yield f"rank {rank} left step {number}, and rank {other} never came to {needed}"
+                elif entered[other].at > left.at:
+                    yield f"rank {rank} left step {number} before rank {other} came to {needed}"
+
+
+def _values(history: History) -> Iterator[str]:
+    before: dict[str | None, int] = {}
+    for number, step in enumerate(history.steps):
+        sent = {r: event.fact for r, event in history.at_step(number, "enter").items()}
+        if step.kind == "check":
+            previous = before.get(step.name)
+            before[step.name] = number
+            if previous is None:
+                sent = {}
+            else:
+                sent = {r: event.fact for r, event in history.at_step(previous, "enter").items()}
+            complete = previous is None or len(sent) == len(history.ranks)
+        else:
+            complete = len(sent) == len(history.ranks)
+        if not complete:
+            continue  # a rank that left anyway is reported as having left early
+        expected = _expected(step, sent)
+        for rank, left in history.at_step(number, "exit").items():
+            if left.fact != expected:
+                yield (
+                    f"rank {rank} got {left.fact!r} from step {number} ({step}), "
+                    f"where {expected!r} is right"
+                )
+
+
+def _expected(step: Step, sent: dict[int, Any]) -> Any:
+    everyone = [sent[rank] for rank in sorted(sent)]
+    if step.kind == "broadcast":
+        return sent[step.src or 0]
+    if step.kind == "all_gather":
+        return everyone
+    if step.kind == "all_reduce":
+        return _reduced(everyone, step.op)
+    if step.kind == "any_rank":
+        return any(everyone)
+    if step.kind == "all_ranks":
+        return all(everyone)
+    if step.kind == "check":
+        setters = [rank for rank, flag in sorted(sent.items()) if flag]
+        return [bool(setters), setters]
+    return None
+
+
+def _reduced(values: list[Any], op: str | None) -> Any:
+    if isinstance(values[0], list):
+        return [_reduced(list(column), op) for column in zip(*values, strict=True)]
+    if isinstance(values[0], str):  # the form of an array
+        return values[0]
+    if op == "min":
+        return min(values)
+    return max(values) if op == "max" else sum(values)
+
+
+def _causes(history: History) -> Iterator[str]:
+    """Check that errors name only ranks that failed, and not before they failed."""
+    for rank, verdict in history.when("verdict").items():
+        yield from _cause(history, rank, verdict)
+
+
+def _cause(history: History, rank: int, verdict: Event) -> Iterator[str]:
+    dead = history.dead()
+    raised = {other: event.at for other, event in history.when("raise").items()}
+    kind, culprit, missing = verdict.fact
+    causes = {"PeerLost": dead, "PeerFailed": raised}.get(kind)
+    if causes is None or culprit not in causes:
+        yield f"rank {rank} got {kind} about rank {culprit}, and no such failure happened"
+    elif verdict.at < causes[culprit]:
+        yield f"rank {rank} got {kind} about rank {culprit} before it happened"
+    for other in missing:
+        if other not in dead and other not in raised:
+            yield f"rank {rank} got an error that rank {other} is gone, but it was not"
+
+
+def _agreement(history: History) -> Iterator[str]:
+    verdicts = history.when("verdict")
+    survivors = [
+        r for r in history.ranks if r not in history.dead() and r not in history.when("raise")
+    ]
+    last = len(history.steps) - 1
+    if not verdicts:
+        passed = history.at_step(last, "exit")
+        for rank in survivors:
+            if rank not in passed:
+                yield f"rank {rank} neither passed all steps nor got a verdict"
+        return
+    if len({repr(event.fact) for event in verdicts.values()}) > 1:
+        yield f"verdicts differ: { {rank: event.fact for rank, event in verdicts.items()} }"
+    if len({event.step for event in verdicts.values()}) > 1:
+        yield f"torn at different steps: { {rank: e.step for rank, e in verdicts.items()} }"
+    for rank in survivors:
+        if rank not in verdicts:
+            yield f"rank {rank} got no verdict, and others did"
+    for rank, again in history.when("again").items():
+        kind, _, missing = expected = verdicts[rank].fact
+        if kind == "PeerFailed" and not missing and isinstance(again.fact, list):
+            # An exception that is reported to all ranks breaks nothing: the next call has a verdict
+            # of its own. Its rank has left since, and others may have failed.
+            yield from _cause(history, rank, again)
+        elif again.fact != expected:
+            yield f"rank {rank} asked again and got {again.fact}, not {expected}"
+    needs = waits_for(history.steps)
+    torn = min(needs[event.step] for event in verdicts.values())
+    for rank, events in enumerate(history.events):
+        for event in events:
+            if event.what == "exit" and needs[event.step] >= torn:
+                yield f"rank {rank} passed step {event.step}, where others got a verdict"
+
+
+def show(history: History) -> str:
+    """Return the history as text, by rank, with times relative to its first event."""
+    begin = min((event.at for events in history.events for event in events), default=0)
+
+    def clock(at: int) -> str:
+        return f"{(at - begin) / 1e6:9.3f} ms"
+
+    lines = [f"seed {history.seed}, {len(history.ranks)} ranks"]
+    lines += [f"  {fault}" for fault in history.faults]
+    for rank, events in enumerate(history.events):
+        lines.append(f"rank {rank}, exit code {history.codes[rank]}")
+        if rank in history.kills:
+            lines.append(f"  {clock(history.kills[rank])}  killed")
+        for event in events:
+            step = f"{event.step:3} {history.steps[event.step]}"
+            lines.append(f"  {clock(event.at)}  {event.what:7} {step:24} {event.fact!r:.120}")
+    return "\n".join(lines)
+
 
 _OPS = ("sum", "min", "max")
 _KINDS: list[Kind] = [
@@ -66,7 +320,7 @@ def plan(seed: int) -> Plan:
     """Return the plan for this seed."""
     dice = random.Random(seed)
     ranks = dice.choice((2, 2, 3, 3, 4, 4, 5, 6, 8))
-    steps = [Step("init")] + [_step(dice, ranks) for _ in range(dice.randint(3, 14))]
+    steps = [Step("init")] + [draw_step(dice, ranks) for _ in range(dice.randint(3, 14))]
     places = [(rank, step) for rank in range(ranks) for step in range(1, len(steps))]
     delays = {place: dice.uniform(0, 0.003) for place in places if dice.random() < 0.08}
     own: dict[tuple[int, int], str] = {}
@@ -86,8 +340,9 @@ def plan(seed: int) -> Plan:
     return Plan(seed, ranks, steps, delays, own, sorted(signals))
 
 
-def _step(dice: random.Random, ranks: int) -> Step:
-    kind = dice.choice(_KINDS)
+def draw_step(dice: random.Random, ranks: int, kinds: Sequence[Kind] = _KINDS) -> Step:
+    """Return a random step of a world of so many ranks."""
+    kind = dice.choice(kinds)
     if kind == "barrier":
         return Step("barrier", name=dice.choice((None, "load", "epoch end")))
     if kind == "broadcast":
@@ -109,7 +364,7 @@ def value(seed: int, step: Step, number: int, rank: int) -> Any:
     if step.kind == "all_reduce":
         if of_all.random() < 0.5:
             return own.randrange(-(10**20), 10**20)
-        length = of_all.choice((1, 7, 500))  # whole numbers, so that sums are exact
+        length = of_all.choice((1, 7, 3000))  # whole numbers, so that sums are exact
         array = np.array([own.randrange(1000) for _ in range(length)], np.float64)
         return {"n": own.randrange(1000), "v": array} if of_all.random() < 0.5 else array
     if step.kind == "broadcast" and rank != step.src:
@@ -137,20 +392,6 @@ def shown(thing: Any) -> Any:
     return thing
 
 
-class _Recorder:
-    """The log file of one rank. Each event is one write, so that a kill leaves complete lines."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def __call__(self, step: int, what: str, fact: Any = None) -> None:
-        # Written before the call and after its return. A rank may seem to have entered earlier or
-        # left later than it did, but never the opposite.
-        text = json.dumps(fact)
-        line = f'[{step}, "{what}", {time.monotonic_ns()}, {text}]\n'
-        os.write(self._fd, line.encode())
-
-
 def _read(path: Path) -> list[Event]:
     lines = path.read_text().split("\n")
     return [Event(*json.loads(line)) for line in lines[:-1]]  # an incomplete line is not an event
@@ -162,12 +403,19 @@ class _Rank:
     def __init__(self, made: Plan, rank: int, log: int, joined: int) -> None:
         self._plan = made
         self._rank = rank
-        self._record = _Recorder(log)
+        self._log = log
         self._joined = joined
         self._armed = False
         self._hurt = False
         self._at = 0
         self._triggers = {name: SelfClearingTrigger(name, lag=1) for name in ("stop", "save")}
+
+    def _record(self, step: int, what: What, fact: Any = None) -> None:
+        # In one write, so that a kill leaves complete lines. It comes before the call and after its
+        # return: a rank may seem to have entered earlier or left later than it did, and never the
+        # opposite.
+        line = f'[{step}, "{what}", {time.monotonic_ns()}, {json.dumps(fact)}]\n'
+        os.write(self._log, line.encode())
 
     def run(self) -> None:
         signal.signal(signal.SIGUSR1, self._on_signal)
@@ -208,14 +456,14 @@ class _Rank:
             self._record(number, "enter", shown(sent))
             self._armed = True
             try:
-                got = self._call(step, sent)
+                got = make_call(step, sent, self._triggers)
             except sp.SyncError as error:
                 self._armed = False
                 self._record(number, "verdict", _facts(error))
                 self._ask_again(number)
                 return
             self._armed = False
-            self._record(number, "exit", shown(got))
+            self._record(number, "exit", got)
 
     def _ask_again(self, number: int) -> None:
         try:
@@ -225,25 +473,34 @@ class _Rank:
         else:
             self._record(number, "again", "passed")
 
-    def _call(self, step: Step, sent: Any) -> Any:
-        if step.kind == "barrier":
+
+def make_call(step: Step, sent: Any, triggers: Mapping[str, sp.Trigger]) -> Any:
+    """Make the call of a step, and return what it gives, in the form of :func:`shown`."""
+    match step.kind:
+        case "barrier":
             return sp.barrier(step.name)
-        if step.kind == "broadcast":
-            return sp.broadcast(sent, src=step.src or 0)
-        if step.kind == "all_gather":
-            return sp.all_gather(sent)
-        if step.kind == "all_reduce":
+        case "broadcast":
+            return shown(sp.broadcast(sent, src=step.src or 0))
+        case "all_gather":
+            return shown(sp.all_gather(sent))
+        case "all_reduce":
             op: Any = step.op or "sum"
-            return sp.all_reduce(sent, op)
-        if step.kind == "any_rank":
+            return shown(sp.all_reduce(sent, op))
+        case "any_rank":
             return sp.any_rank(sent)
-        if step.kind == "all_ranks":
+        case "all_ranks":
             return sp.all_ranks(sent)
-        trigger = self._triggers[step.name or ""]
-        if sent:
-            trigger.set()
-        found = trigger.check()
-        return [found, list(trigger.ranks) if found else []]
+        case "main_first":
+            with sp.main_first():
+                return None
+        case "group":
+            even = sp.group(range(0, sp.get_world_size(), 2))
+            return sp.broadcast(even.all_gather(sp.get_rank()) if sp.get_rank() % 2 == 0 else None)
+    trigger = triggers[step.name or ""]
+    if sent:
+        trigger.set()
+    found = trigger.check()
+    return [found, list(trigger.ranks) if found else []]
 
 
 def _facts(error: sp.SyncError) -> list[Any]:
@@ -325,21 +582,3 @@ def check(
         history = run(seed, directory, logs, store)
         found = violations(history)
         assert not found, "\n".join([*found, show(history)])
-
-
-def main() -> None:
-    """Run one seed, once or several times, and print the history by rank."""
-    seed, times = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
-    prepare_forks()
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(times):
-            history = run(seed, Path(folder), Path(folder))
-            found = violations(history)
-            if found or times == 1:
-                print(show(history), *found, sep="\n")
-            if found:
-                sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

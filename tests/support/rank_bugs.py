@@ -1,7 +1,8 @@
 """Classic bugs of programs with ranks.
 
-``python -m support.rank_bugs`` writes the report for each bug, which test_rank_bugs.py compares.
-Line numbers are relative to the first line of a bug, so that bugs can move.
+Each function above the list `BUGS` is one. ``python -m support.rank_bugs`` writes the report for
+each bug, which test_rank_bugs.py compares. Line numbers are relative to the first line of a bug, so
+that bugs can move.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,32 +27,14 @@ GOLDEN = Path(__file__).with_suffix(".json")
 RANKS = 3
 
 
-class Bug(NamedTuple):
-    program: Callable[[], Any]
-    by_order: bool = False  #: only some schedules show it, through data that threads share
-
-
-BUGS: dict[str, Bug] = {}
-
-
-def bug(*, by_order: bool = False) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    def register(program: Callable[[], None]) -> Callable[[], None]:
-        BUGS[program.__name__] = Bug(program, by_order)
-        return program
-
-    return register
-
-
 # -- calls that some ranks do not make -------------------------------------------------------------
 
 
-@bug()
 def skipped_barrier() -> None:
     if sp.is_main():
         sp.barrier("prepared")
 
 
-@bug()
 def continue_past_a_collective() -> None:
     for step in range(3):
         if step == 1 and sp.get_rank() == 2:
@@ -58,7 +42,6 @@ def continue_past_a_collective() -> None:
         sp.all_reduce(step)
 
 
-@bug()
 def validation_on_main_only() -> None:
     def validate() -> float:
         return sp.all_reduce(0.5, "mean")
@@ -68,7 +51,6 @@ def validation_on_main_only() -> None:
         validate()
 
 
-@bug()
 def trigger_checked_on_one_rank() -> None:
     trigger = sp.Trigger("stop")
     trigger.set()
@@ -76,14 +58,12 @@ def trigger_checked_on_one_rank() -> None:
         trigger.check()
 
 
-@bug()
 def deferred_checks_uneven() -> None:
     trigger = sp.Trigger("stop", lag=1)
     for _ in range(3 + (sp.get_rank() == 1)):
         trigger.check()
 
 
-@bug()
 def clean_exit_of_one_rank() -> None:
     sp.barrier("start")
     if sp.get_rank() == 1:
@@ -91,7 +71,6 @@ def clean_exit_of_one_rank() -> None:
     sp.all_reduce(1)
 
 
-@bug()
 def shared_function_called_on_main_only() -> None:
     @sp.on_main(share=True)
     def config() -> dict[str, float]:
@@ -101,14 +80,12 @@ def shared_function_called_on_main_only() -> None:
         config()
 
 
-@bug()
 def in_turn_entered_by_some() -> None:
     if sp.get_rank() != 1:
         with sp.in_turn():
             pass
 
 
-@bug()
 def group_made_by_its_members_only() -> None:
     if sp.get_rank() < 2:
         sp.group([0, 1]).barrier()
@@ -118,30 +95,25 @@ def group_made_by_its_members_only() -> None:
 # -- calls that differ ----------------------------------------------------------------------------
 
 
-@bug()
 def different_names() -> None:
     sp.barrier(f"epoch {sp.get_rank() // 2}")
 
 
-@bug()
 def wrong_src() -> None:
     sp.broadcast({"lr": 0.1}, src=sp.get_rank())
 
 
-@bug()
 def collective_inside_main_first() -> None:
     with sp.main_first(name="prepare"):
         sp.all_reduce(1)
 
 
-@bug()
 def keys_in_different_orders() -> None:
     keys = ["weight", "bias"] if sp.get_rank() else ["bias", "weight"]
     for key in keys:
         sp.assert_same(0.0, key)
 
 
-@bug()
 def groups_in_different_orders() -> None:
     pair = sp.group([0, 1])
     if sp.get_rank() == 0:
@@ -151,7 +123,6 @@ def groups_in_different_orders() -> None:
         pair.barrier()
 
 
-@bug()
 def extra_barrier_after_an_error_that_is_caught() -> None:
     with contextlib.suppress(KeyError):
         if sp.get_rank() == 2:
@@ -160,7 +131,6 @@ def extra_barrier_after_an_error_that_is_caught() -> None:
     sp.all_reduce(1)
 
 
-@bug()
 def source_outside_of_the_group() -> None:
     pair = sp.group([0, 1])
     if sp.get_rank() < 2:
@@ -170,12 +140,10 @@ def source_outside_of_the_group() -> None:
 # -- values that differ ---------------------------------------------------------------------------
 
 
-@bug()
 def different_shapes() -> None:
     sp.all_reduce(np.zeros(2 + (sp.get_rank() == 1)))
 
 
-@bug()
 def missing_key_on_one_rank() -> None:
     metrics = {"loss": 1.0, "accuracy": 0.5}
     if sp.get_rank() == 2:
@@ -183,7 +151,6 @@ def missing_key_on_one_rank() -> None:
     sp.all_reduce(metrics)
 
 
-@bug()
 def different_seeds() -> None:
     sp.assert_same(sp.get_rank() // 2, "seed")
 
@@ -191,7 +158,6 @@ def different_seeds() -> None:
 # -- ranks that fail -------------------------------------------------------------------------------
 
 
-@bug()
 def exception_before_a_broadcast() -> None:
     config = None
     if sp.is_main():
@@ -199,7 +165,6 @@ def exception_before_a_broadcast() -> None:
     sp.broadcast(config)
 
 
-@bug()
 def failure_inside_main_first() -> None:
     with sp.main_first():
         if sp.is_main():
@@ -207,7 +172,6 @@ def failure_inside_main_first() -> None:
     sp.barrier()
 
 
-@bug()
 def error_swallowed_on_one_rank() -> None:
     with contextlib.suppress(TypeError):
         sp.all_reduce("loss" if sp.get_rank() == 1 else 1.0)
@@ -218,7 +182,6 @@ def error_swallowed_on_one_rank() -> None:
 shared: dict[str, Any] = {}  # shared by threads, like a file between processes
 
 
-@bug(by_order=True)
 def forgotten_save_barrier() -> None:
     if sp.is_main():
         shared.clear()
@@ -228,7 +191,6 @@ def forgotten_save_barrier() -> None:
     assert "saved" in shared, "no checkpoint yet"
 
 
-@bug(by_order=True)
 def order_of_arrival_taken_for_rank_order() -> None:
     if sp.is_main():
         shared["arrived"] = []
@@ -236,6 +198,16 @@ def order_of_arrival_taken_for_rank_order() -> None:
     shared["arrived"].append(sp.get_rank())
     sp.barrier("end")
     assert shared["arrived"] == [0, 1, 2], "ranks are out of order"
+
+
+BUGS: dict[str, Callable[[], Any]] = {
+    name: thing
+    for name, thing in list(globals().items())
+    if isinstance(thing, FunctionType) and thing.__module__ == __name__
+}
+#: Bugs that only some schedules show, through data that threads share.
+BY_ORDER = ["forgotten_save_barrier", "order_of_arrival_taken_for_rank_order"]
+ALWAYS = sorted(BUGS.keys() - set(BY_ORDER))
 
 
 # -- the reports ----------------------------------------------------------------------------------
@@ -256,14 +228,14 @@ def described(program: Callable[[], Any], error: BaseException) -> str:
     text = re.sub(r"\n\d+ of \d+ schedules fail.*", "", text)
     text = re.sub(r"digest \w+", "digest ...", text)
     text = re.sub(r"(?s)\n  traceback of rank.*?\n(?=Fix)", "\n", text)
-    first = program.__code__.co_firstlineno
+    first = program.__code__.co_firstlineno - 1
     return re.sub(
         r"[^\s(]*rank_bugs\.py:(\d+)", lambda found: f"bug.py:{int(found[1]) - first + 1}", text
     )
 
 
 def main() -> None:
-    found = {name: said(bug.program) for name, bug in BUGS.items() if not bug.by_order}
+    found = {name: said(BUGS[name]) for name in ALWAYS}
     GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
 
 

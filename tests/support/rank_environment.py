@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from syncprims._world.launchers import list_rank_variables
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 #: Seconds after which what a test has started counts as hanging: far more than anything takes on a
@@ -29,7 +30,7 @@ def environ_of_ranks(directory: Path, **more: str) -> dict[str, str]:
 
 
 def run_ranks(
-    directory: Path, *command: str | Path, code: int = 0, **more: str
+    directory: Path, command: Sequence[str | Path], more: Mapping[str, str], *, code: int = 0
 ) -> subprocess.CompletedProcess[str]:
     """Run a command whose ranks meet in `directory`; it must end with exit code `code`."""
     done = subprocess.run(

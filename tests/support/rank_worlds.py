@@ -122,24 +122,6 @@ def fork(body: Callable[[], object], variables: Mapping[str, str]) -> int:
         os._exit(code)
 
 
-@contextlib.contextmanager
-def busy_processors() -> Generator[None]:
-    """Keep every processor busy with other work."""
-
-    def burn() -> None:
-        parent = os.getppid()
-        while os.getppid() == parent:  # ends with its parent, however that ends
-            sum(range(100_000))
-
-    pids = [fork(burn, os.environ.copy()) for _ in range(os.cpu_count() or 1)]
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
 def await_end(pid: int) -> None:
     """Wait until the process `pid` has ended."""
     eye = os.pidfd_open(pid)
@@ -246,14 +228,13 @@ class Ranks:
         for rank in range(self.ranks):
             reader, writer = os.pipe()
             env = environment(self.kind, rank, self.directory, run_id, **variables)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # fork beside xdist's thread
-                pid = os.fork()
-            if pid == 0:
-                os.close(reader)
-                for other in pipes:
+
+            def body(own: int = writer, others: Sequence[int] = (reader, *pipes)) -> None:
+                for other in others:
                     os.close(other)
-                self._be_rank(program, env, writer, start)
+                self._be_rank(program, own, start)
+
+            pid = fork(body, env)
             os.close(writer)
             pids.append(pid)
             pipes[reader] = rank
@@ -267,48 +248,34 @@ class Ranks:
         assert not run.gave_up, run.stacks
         return [o.error if o.error is not None else o.result for o in run.outcomes]
 
-    def _be_rank(
-        self, program: Callable[[], Any], env: Mapping[str, str], writer: int, start: bool
-    ) -> None:
-        code = 1
+    def _be_rank(self, program: Callable[[], Any], writer: int, start: bool) -> None:
+        faulthandler.dump_traceback_later(self._patience - 10, exit=True)
+        if self._site is not None:
+            sys.path.insert(0, str(self._site))
+        outcome: Any
         try:
-            faulthandler.dump_traceback_later(self._patience - 10, exit=True)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.environ.clear()
-            os.environ.update(env)
-            if self._site is not None:
-                sys.path.insert(0, str(self._site))
-            outcome: Any
-            try:
-                if start:
-                    with syncprims.init():
-                        outcome = program()
-                else:
-                    outcome = program()
-                    syncprims.shutdown()  # as at the exit of Python, which `os._exit` skips
-            except BaseException as error:
-                error.add_note(traceback.format_exc())
-                outcome = error
-            try:
-                data = pickle.dumps(outcome)
-            except Exception:
-                data = pickle.dumps(Died(repr(outcome)))
-            with os.fdopen(writer, "wb") as pipe:
-                pipe.write(data)
-            code = 0
-        finally:
-            os._exit(code)
+            with syncprims.init() if start else contextlib.nullcontext():
+                outcome = program()
+            if not start:
+                syncprims.shutdown()  # as at the exit of Python, which `os._exit` skips
+        except BaseException as error:
+            error.add_note(traceback.format_exc())
+            outcome = error
+        try:
+            data = pickle.dumps(outcome)
+        except Exception:
+            data = pickle.dumps(Died(repr(outcome)))
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(data)
 
     def _gather(self, pids: Sequence[int], pipes: dict[int, int]) -> list[Any]:
         deadline = time.monotonic() + self._patience
         data: dict[int, bytes] = dict.fromkeys(pipes, b"")
         open_pipes = set(pipes)
         # A child that outlives its rank holds the pipe open, so the end of the rank also counts.
-        ends = (
-            {os.pidfd_open(pid): pipe for pid, pipe in zip(pids, pipes, strict=True)}
-            if (hasattr(os, "pidfd_open"))
-            else {}
-        )
+        ends: dict[int, int] = {}
+        if hasattr(os, "pidfd_open"):
+            ends = {os.pidfd_open(pid): pipe for pid, pipe in zip(pids, pipes, strict=True)}
         try:
             while open_pipes:
                 left = deadline - time.monotonic()

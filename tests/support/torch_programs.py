@@ -215,41 +215,6 @@ def checkpoint() -> Numbers:
     return [files, *sums]
 
 
-def plain_calls() -> Numbers:
-    """Call the plain collectives, objects, groups and point to point."""
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    values: Numbers = []
-    x = torch.tensor([1.0, 2.0]) * (rank + 1)
-    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
-        y = x.clone()
-        dist.all_reduce(y, op)
-        values += y.tolist()
-    objects: list[Any] = [None] * size
-    dist.all_gather_object(objects, {"rank": rank})
-    values += [one["rank"] for one in objects]
-    pairs = [dist.new_group([first, first + 1]) for first in range(0, size - 1, 2)]
-    y = x.clone()
-    dist.all_reduce(y, group=pairs[rank // 2])
-    values += y.tolist()
-    z = torch.zeros(2)
-    requests = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, x, (rank + 1) % size),
-            dist.P2POp(dist.irecv, z, (rank - 1) % size),
-        ]
-    )
-    for request in requests:
-        request.wait()
-    values += z.tolist()
-    work = dist.all_reduce(z, async_op=True)
-    assert work is not None
-    work.wait()
-    values += z.tolist()
-    finish()
-    return values
-
-
 def compiled() -> Numbers:
     """Train a DDP model that torch compiles; its groups are called from within that."""
     dist.init_process_group("gloo")
@@ -320,6 +285,6 @@ def lightning_fabric() -> Numbers:
 
 LIBRARIES = ["accelerate", "lightning_fabric"]  #: that may be missing
 PROGRAMS = [
-    plain_calls, ddp, join, fsdp2, dtensor, functional, pipeline, checkpoint, compiled, accelerate,
+    ddp, join, fsdp2, dtensor, functional, pipeline, checkpoint, compiled, accelerate,
     lightning_fabric,
 ]  # fmt: skip

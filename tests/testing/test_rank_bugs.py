@@ -6,13 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from support.rank_bugs import BUGS, GOLDEN, RANKS, described, said
+from support.rank_bugs import ALWAYS, BUGS, BY_ORDER, GOLDEN, RANKS, described, said
 
 from syncprims.testing import explore
 
 EXPECTED: dict[str, str] = json.loads(GOLDEN.read_text())
-ALWAYS = sorted(name for name, bug in BUGS.items() if not bug.by_order)
-BY_ORDER = sorted(name for name, bug in BUGS.items() if bug.by_order)
 
 
 def test_every_bug_has_a_report() -> None:
@@ -21,19 +19,19 @@ def test_every_bug_has_a_report() -> None:
 
 @pytest.mark.parametrize("name", ALWAYS)
 def test_threads_find_it_on_a_hundred_seeds(name: str) -> None:
-    found = {said(BUGS[name].program, seed=seed) for seed in range(100)}
+    found = {said(BUGS[name], seed=seed) for seed in range(100)}
     assert found == {EXPECTED[name]}
 
 
 @pytest.mark.parametrize("name", ALWAYS)
 def test_processes_say_the_same(name: str) -> None:
-    assert said(BUGS[name].program, kind="processes") == EXPECTED[name]
+    assert said(BUGS[name], kind="processes") == EXPECTED[name]
 
 
 @pytest.mark.parametrize("strategy", ["random", "pct"])
 @pytest.mark.parametrize("name", BY_ORDER)
 def test_a_hundred_schedules_find_what_only_some_show(name: str, strategy: Any) -> None:
-    program = BUGS[name].program
+    program = BUGS[name]
     with pytest.raises(AssertionError) as caught:
         explore(program, RANKS, schedules=100, strategy=strategy, seed=1)
     text = described(program, caught.value)

@@ -19,7 +19,7 @@ pytestmark = [
     for category in ("DeprecationWarning", "FutureWarning", "UserWarning")
 ]
 
-RANKS = {"fsdp2": 4, "plain_calls": 4}
+RANKS = {"fsdp2": 4}
 
 
 def on_gloo(program: Callable[[], programs.Numbers], ranks: int) -> list[programs.Numbers]:

@@ -65,15 +65,12 @@ def test_the_tail_of_a_prepared_loader_weighs_what_it_holds(world: Ranks) -> Non
 
 
 @everywhere
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_the_tail_of_any_iterator_weighs_what_it_holds_when_flushed(
-    world: Ranks, epochs: int
-) -> None:
+def test_the_tail_of_any_iterator_weighs_what_it_holds_when_flushed(world: Ranks) -> None:
     def program() -> list[float]:
         accumulator, model = Accumulator(4), unit_model()
         optimizer = prepare(torch.optim.SGD(model.parameters(), lr=1.0), accumulator=accumulator)
         seen: list[float] = []
-        for _ in range(epochs):
+        for _ in range(2):
             for _ in range(5):
                 with accumulator.accumulate(model):
                     accumulator.backward(model(ones()).mean())
@@ -88,8 +85,7 @@ def test_the_tail_of_any_iterator_weighs_what_it_holds_when_flushed(
             seen.append(numbers(model)[0])
         return seen
 
-    wanted = [1.0, -2.0, 1.0, -4.0][: 2 * epochs]
-    assert world.run(program) == [wanted] * world.ranks
+    assert world.run(program) == [[1.0, -2.0, 1.0, -4.0]] * world.ranks
 
 
 @everywhere
@@ -525,8 +521,6 @@ def test_a_sparse_gradient_goes_on_in_another_process(world: Ranks, tmp_path: Pa
 def test_misuse_is_told(world: Ranks) -> None:
     def program() -> None:
         accumulator, model = Accumulator(2), unit_model()
-        with pytest.raises(ValueError, match="models"):
-            accumulator.accumulate()
         with (
             accumulator.accumulate(model),
             pytest.raises(RuntimeError, match="inside of itself"),

@@ -164,7 +164,7 @@ def test_every_bug_of_the_collection_is_told_as_a_world_of_threads_tells_it(
     kind: Kind, name: str, meeting_place: Path
 ) -> None:
     """Where others end in a test, here they go on without the calls that the first ones wait in."""
-    program = BUGS[name].program
+    program = BUGS[name]
     found = [_LINE.match(line.strip()) for line in EXPECTED[name].splitlines()]
     lines = {int(match[1]): match for match in found if match is not None}
     assert sorted(lines) == list(range(RANKS))
@@ -224,6 +224,21 @@ def test_ranks_that_never_joined_are_absent(meeting_place: Path) -> None:
     assert "\n  rank 1 never joined\n" in seen.verdict.text
 
 
+def test_a_rank_between_two_rounds_of_a_loop_has_left_the_first(meeting_place: Path) -> None:
+    def program() -> None:
+        for step in range(9):
+            if (step, sp.get_rank()) == (3, 1):
+                sleep()
+            sp.barrier("step")
+
+    with running(PAIR, meeting_place, program):
+        seen = await_report(meeting_place, lambda r: names(r, 1) and r.ranks[0].behind == 0)
+    first, second = seen.verdict.text.splitlines()
+    assert first.startswith("rank 1 has not come to barrier 'step' (")
+    assert re.match(r"  rank 1 was last seen at barrier 'step' \(.*\), 1 round before this one; it "
+                    r"sleeps", second)  # fmt: skip
+
+
 def test_ranks_that_go_on_all_move(meeting_place: Path) -> None:
     def program() -> None:
         while True:
@@ -275,6 +290,7 @@ def test_two_hosts_each_show_their_ranks_and_what_they_know_of_others(meeting_pl
     assert here.run_id == other.run_id
     assert here.world_size == 4
     assert "rank 3 was last seen at barrier 'start'" in here.verdict.text
+    assert "'start'" in (here.last_barrier or "")  # and not 'end', which only this host has reached
     assert here.ranks[3].pid is None
     assert here.ranks[3].doing.startswith("on host ")
     assert call_of(here, 2).startswith("barrier 'end' (")

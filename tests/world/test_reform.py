@@ -10,7 +10,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import pytest
+from support.random_programs import Kind as StepKind
+from support.random_programs import Step, draw_step, make_call, value
 from support.rank_worlds import Died, Kind, Ranks
 
 import syncprims as sp
@@ -28,58 +31,33 @@ LOST = (sp.PeerLost, sp.PeerFailed)
 both_kinds = pytest.mark.parametrize("world_kind", ["threads", "processes"])
 
 
-def call(action: str, step: int, flags: list[sp.Trigger]) -> Any:
-    """Make a call whose result is the same on all ranks, and says who took part."""
-    rank, size = sp.get_rank(), sp.get_world_size()
-    match action:
-        case "reduce":
-            return sp.all_reduce({"rank": rank + step, "half": 0.5})
-        case "gather":
-            return sp.all_gather((rank, step))
-        case "broadcast":
-            return sp.broadcast(("from", step) if rank == step % size else None, step % size)
-        case "group":
-            group = sp.group(range(0, size, 2))
-            return sp.broadcast(group.all_reduce(rank) if rank % 2 == 0 else None)
-        case "check":
-            return flags[0].check()
-        case "lagged":
-            return flags[1].check()
-        case "array":
-            return sp.all_reduce(bytes_of(rank)).tobytes()
-        case _:
-            with sp.main_first():
-                pass
-            return sp.barrier(action)
+KINDS: list[StepKind] = [
+    *("barrier", "main_first", "broadcast", "all_reduce", "all_reduce", "all_gather", "group"),
+    *("check", "check"),
+]
 
 
-def bytes_of(rank: int) -> Any:
-    numpy = pytest.importorskip("numpy")
-    return numpy.full(3000, rank + 1.0)
-
-
-ACTIONS = ["reduce", "gather", "broadcast", "group", "check", "lagged", "array", "barrier"]
-
-
-def survive(seed: int, steps: int = 8, kill: Callable[[int], object] = lambda step: None) -> Any:
+def survive(seed: int, steps: int = 8) -> Any:
     """Make random calls, go on after each loss, and return what was seen, and the changes."""
-    choose = random.Random(seed)
-    actions = [*choose.choices(ACTIONS, k=steps), "end"]
-    flags = [sp.Trigger("now"), sp.Trigger("later", lag=1)]
+    dice = random.Random(seed)
+    program = [*(draw_step(dice, 4, KINDS) for _ in range(steps)), Step("barrier", "end")]
+    triggers = {"stop": sp.Trigger("stop"), "save": sp.Trigger("save", lag=1)}
     seen: list[Any] = []
     changes: list[Any] = []
     change = sp.current().change  # of a run that this rank has joined
-    while len(seen) < len(actions):
+    while len(seen) < len(program):
         try:
             if change is not None:
                 seen, changes = sp.hand_over((seen, changes), change)
                 change = None
-            kill(len(seen))
-            step = len(seen)
-            result = call(actions[step], step, flags)
-            seen = [*seen, (sp.get_world_size(), result)]
-            if flags[0].joiners:
-                flags[0].joiners = False
+            number, size = len(seen), sp.get_world_size()
+            step = program[number]
+            step = step._replace(src=None if step.src is None else step.src % size)
+            sent = value(seed, step, number, sp.get_rank())
+            result = make_call(step, sent, triggers)
+            seen = [*seen, (size, result)]
+            if triggers["stop"].joiners:
+                triggers["stop"].joiners = False
                 change = sp.reform()
         except LOST:
             change = sp.reform()
@@ -153,7 +131,7 @@ def test_a_rank_may_die_at_any_point_of_a_reform_of_others(victim: int) -> None:
     """Also in the middle of it: between its call, the decision, and the first round."""
 
     def program() -> Any:
-        return None if sp.get_rank() == 3 else survive(1)  # that one ends before the others
+        return None if sp.get_rank() == 3 else survive(1, 12)  # that one ends before the others
 
     def check(point: Any) -> None:
         assert point.error is None, point
@@ -348,8 +326,8 @@ def test_the_next_epoch_needs_no_more_memory(meeting_place: Path) -> None:
     def program() -> Any:
         counts: list[tuple[int, int]] = []
         for _ in range(4):
-            sp.group([0, 1]).all_reduce(bytes_of(1)) if sp.get_rank() < 2 else sp.group([0, 1])
-            sp.all_reduce(bytes_of(1))
+            sp.group([0, 1]).all_reduce(np.ones(3000)) if sp.get_rank() < 2 else sp.group([0, 1])
+            sp.all_reduce(np.ones(3000))
             sp.reform()
             sp.barrier()
             maps = Path("/proc/self/maps").read_text().count("/board-")

@@ -197,22 +197,28 @@ def path_of(given: Any, what: str, takes: str = "a str or a path") -> str:
     return path
 
 
+def _look(path: str, *, follow: bool = True) -> os.stat_result | None:
+    try:
+        return os.stat(path) if follow else os.lstat(path)  # noqa: PTH116
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def exists(path: str) -> bool:
     """Return whether anything has this name, a dangling link included."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+    return _look(path, follow=False) is not None
+
+
+def is_directory(path: str) -> bool:
+    """Return whether this is a directory, or a link to one."""
+    status = _look(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def identity(path: str) -> object:
     """Return what is equal as long as a name is that of the same file; None if there is none."""
-    try:
-        found = os.stat(path)  # noqa: PTH116
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns
+    status = _look(path)
+    return None if status is None else (status.st_dev, status.st_ino, status.st_mtime_ns)
 
 
 def absolute(path: str) -> str:
@@ -229,22 +235,11 @@ def resolve_target(path: str) -> str:
 
     :raises OSError: if there is something there that is not a regular file.
     """
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
-            what = "only a regular file can be replaced: open this, and pass the open file"
-            raise OSError(errno.EINVAL, what, path)
-    with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISLNK(os.lstat(path).st_mode):
-            return os.path.realpath(path)
-    return path
-
-
-def is_directory(path: str) -> bool:
-    """Return whether this is a directory, or a link to one."""
-    try:
-        return stat.S_ISDIR(os.stat(path).st_mode)  # noqa: PTH116
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    status, own = _look(path), _look(path, follow=False)
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        what = "only a regular file can be replaced: open this, and pass the open file"
+        raise OSError(errno.EINVAL, what, path)
+    return os.path.realpath(path) if own is not None and stat.S_ISLNK(own.st_mode) else path
 
 
 def make_directory(path: str) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.intruders import RUN, RUN_NAME, Remains, attempt, outcome_of, start_process
-from support.rank_worlds import Kind, Ranks
+from support.intruders import RUN, RUN_NAME, Remains, attempt, outcome_of
+from support.rank_worlds import Kind, Ranks, fork
 
 import syncprims as sp
 from syncprims._world.launchers import make_rank_variables
@@ -244,7 +244,7 @@ def vandal(directory: Path, seed: int) -> Generator[None]:
                 flip(directory, chance)
             time.sleep(0.001)  # the rate of the damage
 
-    pid = start_process(flip_for_ever)
+    pid = fork(flip_for_ever, os.environ.copy())
     try:
         yield
     finally:

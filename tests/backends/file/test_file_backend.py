@@ -22,8 +22,6 @@ from support.rank_worlds import Died, Kind, Ranks, Scripts, Signs
 import syncprims as sp
 from syncprims._world.registry import load_backend
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
-
 
 @pytest.fixture
 def world(meeting_place: Path) -> Ranks:
@@ -91,19 +89,6 @@ def test_everything_is_private(world: Ranks) -> None:
     assert {mode for _, mode in modes} == {0o700, 0o600}
 
 
-def test_a_killed_run_is_swept_up_by_the_next_of_another_name(meeting_place: Path) -> None:
-    world = Ranks(Kind("file", 2), meeting_place)
-
-    def doomed() -> None:
-        sp.barrier()
-        os.kill(os.getpid(), 9)
-
-    assert all(isinstance(outcome, Died) for outcome in world.outcomes(doomed))
-    assert any(meeting_place.iterdir())
-    world.run(lambda: sp.barrier())
-    assert not any(meeting_place.iterdir())
-
-
 def test_without_a_run_id_an_explicit_directory_will_do(scripts: Scripts) -> None:
     for _ in range(2):
         ended = scripts.run("print(all_gather(rank))", run_id="")
@@ -124,26 +109,6 @@ def test_two_processes_of_one_rank_are_told(meeting_place: Path, tmp_path: Path)
     for process in first:
         process.kill()
     scripts.wait(first)
-
-
-def test_a_child_that_starts_python_itself_is_no_rank(meeting_place: Path, tmp_path: Path) -> None:
-    scripts = Scripts(Kind("file", 1), meeting_place, tmp_path)
-    (ended,) = scripts.run(
-        """
-        import subprocess
-        init()
-        child = subprocess.run(
-            [sys.executable, "-c", "import syncprims; syncprims.barrier('in the child')"],
-            capture_output=True, text=True,
-        )
-        print(child.stderr.splitlines()[-1])
-        """,
-        SYNCPRIMS_JOIN_TIMEOUT="0.3",
-    )
-    assert ended.out.startswith("syncprims.ConfigurationError: rank 0 of this run is taken by"), (
-        ended
-    )
-    assert "start the other one without the variables of the rank" in ended.out
 
 
 def test_a_restarted_run_never_meets_ranks_of_the_earlier_one(scripts: Scripts) -> None:

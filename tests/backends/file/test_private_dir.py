@@ -71,10 +71,6 @@ def place() -> Generator[Place]:
 # -- where ranks meet -----------------------------------------------------------------------------
 
 
-def squat(place: Place, mode: int) -> None:
-    as_intruder(lambda: place.base.mkdir(mode))
-
-
 def below(place: Place, mode: int, owner: int, *, levels: int = 1) -> None:
     """Put the base `levels` below a directory like this."""
     weak = place.common / "weak"
@@ -94,20 +90,8 @@ def through_a_link(place: Place) -> None:
     place.base = place.common / "way" / "meet"
 
 
-#: Name, how it is planted, and what is said.
+#: Name, how it is made, and what is said.
 BASES: list[tuple[str, Callable[[Place], object], str]] = [
-    ("squatted", lambda p: squat(p, 0o755), "belongs to user 65534"),
-    ("squatted, right mode", lambda p: squat(p, 0o700), "belongs to user 65534"),
-    ("squatted, open to all", lambda p: squat(p, 0o777), "belongs to user 65534"),
-    ("link", lambda p: as_intruder(lambda: p.base.symlink_to(p.victim.folder)), "a link"),
-    (
-        "dangling link",
-        lambda p: as_intruder(lambda: p.base.symlink_to(p.victim.folder / "new")),
-        "a link",
-    ),
-    ("pipe", lambda p: as_intruder(lambda: os.mkfifo(p.base)), "it is no directory"),
-    ("file", lambda p: as_intruder(lambda: p.base.touch()), "it is no directory"),
-    ("socket", lambda p: as_intruder(lambda: bind(p.base)), "it is no directory"),
     ("group may write", lambda p: p.own_base(0o770), "chmod 700"),
     ("all may write", lambda p: p.own_base(0o777), "chmod 700"),
     ("all may write, sticky", lambda p: p.own_base(0o1777), "chmod 700"),
@@ -126,6 +110,42 @@ def test_a_place_that_other_users_can_change_is_refused(
     place: Place, plant: Callable[[Place], object], says: str
 ) -> None:
     plant(place)
+    said = outcome_of(place.base)
+    assert said.startswith("ConfigurationError")
+    assert says in said
+    assert "SYNCPRIMS_DIR" in said
+    place.victim.check()
+
+
+DIRECTORIES: list[tuple[str, Callable[[Path, Victim], object], str]] = [
+    ("squatted", lambda path, _: path.mkdir(0o755), "belongs to user 65534"),
+    ("squatted, right mode", lambda path, _: path.mkdir(0o700), "belongs to user 65534"),
+    ("squatted, open to all", lambda path, _: path.mkdir(0o777), "belongs to user 65534"),
+    ("link", lambda path, victim: path.symlink_to(victim.folder), "a link"),
+    ("dangling link", lambda path, victim: path.symlink_to(victim.folder / "new"), "a link"),
+    ("pipe", lambda path, _: os.mkfifo(path), "no directory"),
+    ("file", lambda path, _: path.touch(), "no directory"),
+    ("socket", lambda path, _: bind(path), "no directory"),
+]
+
+
+@pytest.mark.parametrize("where", ["base", "run", "world"])
+@pytest.mark.parametrize(
+    ("plant", "says"), [d[1:] for d in DIRECTORIES], ids=[d[0] for d in DIRECTORIES]
+)
+def test_planted_directories_are_refused(
+    place: Place, where: str, plant: Callable[[Path, Victim], object], says: str
+) -> None:
+    """The base of the ranks or their run was open to all when this was planted, and is no more."""
+    path = {"base": place.base, "run": place.run, "world": place.run / "world-1"}[where]
+    if where != "base":
+        place.own_base(0o755)
+    if where == "world":
+        place.run.mkdir(0o700)
+    mode = path.parent.stat().st_mode
+    path.parent.chmod(0o777)
+    as_intruder(lambda: plant(path, place.victim))
+    path.parent.chmod(mode)
     said = outcome_of(place.base)
     assert said.startswith("ConfigurationError")
     assert says in said
@@ -157,52 +177,6 @@ def test_memory_that_is_open_to_all_is_not_taken_by_default(
 
 
 # -- what is found there --------------------------------------------------------------------------
-
-
-def in_a_base_that_was_open(place: Place, plant: Callable[[], object]) -> None:
-    """Create intruding files in a base that all may write to; then its owner closes it."""
-    place.own_base(0o777)
-    as_intruder(plant)
-    place.base.chmod(0o755)
-
-
-def worlds(place: Place, plant: Callable[[Path], object]) -> None:
-    """Create intruding files in the place of the first world."""
-    place.own_base()
-    place.base.chmod(0o755)
-    place.run.mkdir()
-    place.run.chmod(0o777)
-    as_intruder(lambda: plant(place.run / "world-1"))
-    place.run.chmod(0o700)
-
-
-DIRECTORIES: list[tuple[str, Callable[[Path, Victim], object], str]] = [
-    ("squatted", lambda path, _: path.mkdir(0o777), "belongs to user 65534"),
-    ("squatted, right mode", lambda path, _: path.mkdir(0o700), "belongs to user 65534"),
-    ("link", lambda path, victim: path.symlink_to(victim.folder), "a link"),
-    ("dangling link", lambda path, victim: path.symlink_to(victim.folder / "new"), "a link"),
-    ("pipe", lambda path, _: os.mkfifo(path), "no directory"),
-    ("file", lambda path, _: path.touch(), "no directory"),
-    ("socket", lambda path, _: bind(path), "no directory"),
-]
-
-
-@pytest.mark.parametrize("where", ["run", "world"])
-@pytest.mark.parametrize(
-    ("plant", "says"), [d[1:] for d in DIRECTORIES], ids=[d[0] for d in DIRECTORIES]
-)
-def test_planted_directories_are_refused(
-    place: Place, where: str, plant: Callable[[Path, Victim], object], says: str
-) -> None:
-    if where == "run":
-        in_a_base_that_was_open(place, lambda: plant(place.run, place.victim))
-    else:
-        worlds(place, lambda path: plant(path, place.victim))
-    said = outcome_of(place.base)
-    assert said.startswith("ConfigurationError")
-    assert says in said
-    assert "SYNCPRIMS_DIR" in said
-    place.victim.check()
 
 
 def test_own_directories_with_a_loose_mode_are_refused(place: Place) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import signal
@@ -54,24 +53,6 @@ def test_a_rank_that_runs_another_program_is_lost(
 
     said = pair.outcomes(program)[0]
     assert "rank 1 was lost: its process runs another program now" in said
-
-
-def test_a_child_that_c_code_has_forked_does_not_stand_for_its_rank(
-    pair: Ranks, signs: Signs
-) -> None:
-    def program() -> Any:
-        sp.barrier("start")
-        if sp.get_rank() == 1:
-            if not ctypes.CDLL(None).fork():  # no hook of Python runs
-                signs.wait("seen")
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGKILL)
-        said = lost("in vain")
-        signs.give("seen")
-        return said
-
-    said = pair.outcomes(program, start=False)[0]
-    assert "rank 1 was lost" in said
 
 
 def test_privileges_may_be_dropped_after_the_start(pair: Ranks) -> None:

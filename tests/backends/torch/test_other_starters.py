@@ -30,8 +30,8 @@ def tell():
 def told(line: list[str], source: str, ranks: int, folder: Path, place: Path, **more: str) -> Any:
     script = folder / "script.py"
     script.write_text(_TOLD + source)
-    command = [*line, sys.executable, script, folder]
-    run_ranks(place, *command, SYNCPRIMS_JOIN_TIMEOUT="30", **more)
+    command = [*line, sys.executable, str(script), str(folder)]
+    run_ranks(place, command, {"SYNCPRIMS_JOIN_TIMEOUT": "30", **more})
     return [json.loads((folder / f"end-{rank}").read_text()) for rank in range(ranks)]
 
 

@@ -45,7 +45,7 @@ def launched(
     """Return what each rank tells of `source`, started by a launcher."""
     script = tmp_path / "script.py"
     script.write_text(HEAD + textwrap.dedent(source))
-    run_ranks(place, sys.executable, *command, script, tmp_path, **more)
+    run_ranks(place, [sys.executable, *command, script, tmp_path], more)
     return [json.loads((tmp_path / f"end-{rank}").read_text()) for rank in range(ranks)]
 
 
@@ -127,7 +127,7 @@ def test_a_group_that_is_not_the_launchers_world_is_refused(meeting_place: Path)
         "syncprims.barrier()"
     )
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = run_ranks(meeting_place, sys.executable, "-c", code, code=1, **variables)
+    done = run_ranks(meeting_place, [sys.executable, "-c", code], variables, code=1)
     assert "torch.distributed is initialized with rank=0 and world_size=1" in done.stderr
     assert "torchrun says rank=1 and world_size=2" in done.stderr
 
@@ -206,7 +206,7 @@ def test_an_unreachable_store_ends_a_program_as_any_error_does(meeting_place: Pa
     place |= {"GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     place["SYNCPRIMS_JOIN_TIMEOUT"] = "2"
     command = [sys.executable, "-c", "import syncprims; syncprims.barrier()"]
-    done = run_ranks(meeting_place, *command, code=1, **place)  # and not SIGABRT's code
+    done = run_ranks(meeting_place, command, place, code=1)  # and not SIGABRT's code
     last = done.stderr.splitlines()[-1]
     assert "cannot reach the store" in last
     assert "Connection refused" in last
@@ -542,7 +542,7 @@ def test_an_initialized_group_says_who_one_is(
     script.write_text(_STARTER)
     init = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{tmp_path}/group"
     command = sys.executable, script, tmp_path, init, json.dumps(inner)
-    run_ranks(meeting_place, *command, SYNCPRIMS_JOIN_TIMEOUT="30", **outer)
+    run_ranks(meeting_place, command, {"SYNCPRIMS_JOIN_TIMEOUT": "30", **outer})
     said = [json.loads((tmp_path / f"end-{rank}").read_text()) for rank in range(2)]
     assert said == [[[0, 1], rank, 2, rank, 2, 0, 1, launcher] for rank in range(2)]
 
@@ -580,7 +580,7 @@ def test_a_world_that_was_started_before_the_group_is_refused(
             mp.spawn(rank, (int(sys.argv[2]),), nprocs=2)
         """)
     )
-    run_ranks(meeting_place, sys.executable, script, tmp_path, str(free_port()))
+    run_ranks(meeting_place, [sys.executable, script, tmp_path, str(free_port())], {})
     for rank in range(2):
         first, again, found = json.loads((tmp_path / f"end-{rank}").read_text())
         assert f"torch.distributed says rank={rank} and world_size=2" in first

@@ -2,20 +2,177 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from support.crash_model import WeakDisk, freeze, lay_out
 from support.file_faults import NEW, NONE, OLD, SETUPS, Setup, Watched
 
 import syncprims as sp
 from syncprims.training.checkpoints import filesystem
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
     from support.checkpoint_worlds import Alone
+
+
+_ALL_SELECTIONS = 7  # up to this many changes; for more: each alone, each left out, and each prefix
+
+
+class File:
+    """The content of a file, now and at its last sync."""
+
+    def __init__(self, content: bytes = b"", *, lasting: bool = False) -> None:
+        self.now = bytearray(content)
+        self.lasting = content if lasting else b""
+
+    def states(self) -> list[bytes]:
+        """Return the possible contents."""
+        now = bytes(self.now)
+        if now == self.lasting:
+            return [now]
+        return [self.lasting, now, now[: len(now) // 2], bytes(len(now))]
+
+
+class Change(NamedTuple):
+    """A change of the names in a directory by one call."""
+
+    removes: str | None
+    adds: tuple[str, Any] | None
+
+
+class Directory:
+    """The names of a directory at its last sync, and the changes since."""
+
+    def __init__(self) -> None:
+        self.lasting: dict[str, Any] = {}
+        self.changes: list[Change] = []
+
+    def now(self) -> dict[str, Any]:
+        """Return the current names."""
+        return self._with(self.changes)
+
+    def sync(self) -> None:
+        """Make all changes durable."""
+        self.lasting, self.changes = self.now(), []
+
+    def _with(self, changes: list[Change]) -> dict[str, Any]:
+        names = dict(self.lasting)
+        for change in changes:
+            if change.removes is not None:
+                names.pop(change.removes, None)
+            if change.adds is not None:
+                names[change.adds[0]] = change.adds[1]
+        return names
+
+    def states(self) -> Iterator[dict[str, Any]]:
+        """Yield the possible sets of names."""
+        count = len(self.changes)
+        numbers = range(count)
+        selections: set[tuple[int, ...]] = set()
+        if count <= _ALL_SELECTIONS:
+            for size in range(count + 1):
+                selections |= set(itertools.combinations(numbers, size))
+        else:
+            selections |= {tuple(range(size)) for size in range(count + 1)}
+            selections |= {(one,) for one in numbers}
+            selections |= {tuple(n for n in numbers if n != one) for one in numbers}
+        for selection in sorted(selections):
+            yield self._with([self.changes[n] for n in selection])
+
+
+class WeakDisk:
+    """Follow the calls of a save, and yield the possible states after each."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = str(root)
+        self.tree = self._read(self._root)
+        self._open: dict[int, Any] = {}
+
+    def _read(self, path: str) -> Directory:
+        found = Directory()
+        for entry in os.scandir(path):
+            if entry.is_dir():
+                found.lasting[entry.name] = self._read(entry.path)
+            else:
+                found.lasting[entry.name] = File(Path(entry.path).read_bytes(), lasting=True)
+        return found
+
+    def _find(self, path: str) -> Any:
+        node: Any = self.tree
+        inner = os.path.relpath(path, self._root)
+        for name in [] if inner == "." else inner.split("/"):
+            node = node.now()[name]
+        return node
+
+    def _parent(self, path: str) -> tuple[Directory, str]:
+        return self._find(str(Path(path).parent)), Path(path).name
+
+    def follow(self, name: str, args: tuple[Any, ...], result: Any) -> bool:
+        """Apply a call; return whether it changed anything."""
+        if name == "open":
+            if args[1] & os.O_CREAT:
+                directory, base = self._parent(args[0])
+                directory.changes.append(Change(None, (base, File())))
+            self._open[result] = self._find(args[0])
+        elif name == "write":
+            self._open[args[0]].now += bytes(args[1])[:result]
+        elif name == "pwrite":
+            fd, data, at = args
+            self._open[fd].now[at : at + result] = bytes(data)[:result]
+        elif name == "fsync":
+            node = self._open[args[0]]
+            if isinstance(node, Directory):
+                node.sync()
+            else:
+                node.lasting = bytes(node.now)
+        elif name == "mkdir":
+            directory, base = self._parent(args[0])
+            directory.changes.append(Change(None, (base, Directory())))
+        elif name == "rename":
+            directory, base = self._parent(args[0])
+            assert Path(args[1]).parent == Path(args[0]).parent
+            directory.changes.append(Change(base, (Path(args[1]).name, self._find(args[0]))))
+        elif name in ("unlink", "rmdir"):
+            directory, base = self._parent(args[0])
+            directory.changes.append(Change(base, None))
+        else:
+            return False
+        return True
+
+    def states(self) -> Iterator[dict[str, Any]]:
+        """Yield the possible states: names with their contents, or with further names."""
+        yield from self._states(self.tree)
+
+    def _states(self, node: Any) -> Iterator[Any]:
+        if isinstance(node, File):
+            yield from node.states()
+            return
+        for names in node.states():
+            inner = [list(self._states(child)) for child in names.values()]
+            for contents in itertools.product(*inner):
+                yield dict(zip(names, contents, strict=True))
+
+
+def freeze(state: Any) -> Any:
+    """Return a hashable key, equal for equal states."""
+    if isinstance(state, bytes):
+        return state
+    return tuple((name, freeze(child)) for name, child in sorted(state.items()))
+
+
+def lay_out(state: dict[str, Any], folder: Path) -> None:
+    """Write a state as files and directories."""
+    folder.mkdir()
+    for name, child in state.items():
+        if isinstance(child, bytes):
+            (folder / name).write_bytes(child)
+        else:
+            lay_out(child, folder / name)
 
 
 class Recorder(Watched):
