@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from conftest import in_processes, several
 from support.rank_worlds import PATIENCE
 
 import syncprims as sp
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from support.rank_worlds import Ranks
 
@@ -109,36 +110,41 @@ def test_arrays_travel_and_belong_to_their_receivers(world: Ranks) -> None:
     world.run(program)
 
 
-def test_all_reduce_of_numbers_is_exact(world: Ranks) -> None:
-    ints = [2**53 + 1 + r for r in range(world.ranks)]
-    floats = [0.5 * r for r in range(world.ranks)]
-    expected: dict[Any, tuple[float, float]] = {
-        "sum": (sum(ints), sum(floats)),
-        "mean": (sum(ints) / len(ints), sum(floats) / len(floats)),
-        "min": (min(ints), min(floats)),
-        "max": (max(ints), max(floats)),
-        "prod": (math.prod(ints), math.prod(floats)),
-    }
-
-    def program() -> Any:
-        mine, half = ints[sp.get_rank()], floats[sp.get_rank()]
-        return {op: (sp.all_reduce(mine, op), sp.all_reduce(half, op)) for op in expected}
-
-    for results in world.run(program):
-        assert results == expected
-        for op, (whole, _) in results.items():
-            assert type(whole) is type(expected[op][0]), op
+class Config(NamedTuple):
+    steps: int
+    rate: float
 
 
-def test_all_reduce_of_bools_counts(world: Ranks) -> None:
-    def program() -> Any:
-        mine = sp.get_rank() == 0
-        flags = np.array([mine, True])
-        count = sp.all_reduce(flags)
-        return sp.all_reduce(mine), sp.all_reduce(mine, "max"), count.dtype, count.tolist()
+OPS: dict[Any, Callable[[list[Any]], Any]] = {
+    "sum": sum, "mean": lambda all_: sum(all_) / len(all_), "min": min, "max": max,
+    "prod": math.prod,
+}  # fmt: skip
+NUMBERS: list[Callable[[int], Any]] = [lambda r: 2**53 + 1 + r, lambda r: 0.5 * r]
+#: What rank `r` of `n` gives, the operation, and the result, whose type is the same, too.
+REDUCED: list[tuple[Callable[[int, int], Any], Any, Callable[[int], Any]]] = [
+    (lambda r, n: r == 0, "sum", lambda n: 1),
+    (lambda r, n: np.array([r == 0, True]), "sum", lambda n: np.array([1, n], np.int64)),
+    *((lambda r, n: math.nan if r == n - 1 else 1.0, op, lambda n: math.nan)
+      for op in ("min", "max")),
+    (lambda r, n: np.full(2, 40000, "f2"), "mean", lambda n: np.full(2, 40000, "f2")),
+    (lambda r, n: np.int32(3), "sum", lambda n: np.int32(3 * n)),
+    (lambda r, n: Config(1, 0.5), "sum", lambda n: Config(n, 0.5 * n)),
+]  # fmt: skip
 
-    n = world.ranks
-    assert world.run(program) == [(1, True, np.dtype("i8"), [1, n])] * n
+
+def test_reductions_are_exact_and_keep_types(world: Ranks) -> None:
+    def program() -> None:
+        n, rank = sp.get_world_size(), sp.get_rank()
+        for make in NUMBERS:
+            for op, combine in OPS.items():
+                expected = combine([make(r) for r in range(n)])
+                assert repr(sp.all_reduce(make(rank), op)) == repr(expected), op
+        for give, op, result in REDUCED:
+            assert repr(sp.all_reduce(give(rank, n), op)) == repr(result(n))
+        assert sp.all_reduce(rank == 0, "max") == 1
+        assert int(sp.all_reduce(np.int64(2**62))) == n * 2**62
+
+    world.run(program)
 
 
 def test_all_reduce_of_trees_leaves_the_callers_alone(world: Ranks) -> None:
@@ -158,15 +164,6 @@ def test_all_reduce_of_trees_leaves_the_callers_alone(world: Ranks) -> None:
         assert sp.all_reduce(np.arange(3), "mean").dtype == np.float64
 
     world.run(program)
-
-
-def test_nan_wins_minimum_and_maximum(world: Ranks) -> None:
-    def program() -> bool:
-        mine = math.nan if sp.is_last() else 1.0
-        both = [sp.all_reduce(mine, op) for op in ("min", "max")]
-        return all(math.isnan(value) for value in both)
-
-    assert all(world.run(program))
 
 
 @several()
@@ -251,8 +248,6 @@ def test_device_waits_where_there_is_none(world: Ranks) -> None:
 
 @several(2)
 def test_the_default_device_is_for_the_programs_own_tensors(world: Ranks) -> None:
-    torch = pytest.importorskip("torch")
-
     def program() -> None:
         torch.set_num_threads(1)
         for dtype, count in ((torch.float32, 3), (torch.bfloat16, 3), (torch.float32, 600_000)):
@@ -376,11 +371,6 @@ def test_blocks_of_a_group_may_overlap_in_threads(world: Ranks) -> None:
     world.run(program)
 
 
-class Config(NamedTuple):
-    steps: int
-    rate: float
-
-
 class Shown:
     """It counts how often it is shown and pickled, and fails to be shown where it is asked to."""
 
@@ -425,20 +415,6 @@ def test_assert_same_tells_of_what_cannot_be_shown(world: Ranks) -> None:
     for said in world.run(program):
         assert "rank 0: Shown(0)  (digest" in said
         assert f"rank {world.ranks - 1}: <no text: its __repr__ raised RuntimeError>" in said
-
-
-def test_reductions_keep_types_and_do_not_overflow_on_their_way(world: Ranks) -> None:
-    def program() -> None:
-        n = sp.get_world_size()
-        half = sp.all_reduce(np.full(2, 40000, "f2"), "mean")
-        assert half.dtype == np.float16
-        assert half.tolist() == [40000, 40000]
-        big = sp.all_reduce(np.int64(2**62))
-        assert int(big) == n * 2**62
-        assert type(sp.all_reduce(np.int32(3))) is np.int32
-        assert sp.all_reduce(Config(1, 0.5)) == Config(n, 0.5 * n)
-
-    world.run(program)
 
 
 @several(2)
@@ -514,7 +490,6 @@ def test_numbers_of_other_types_are_accepted(world: Ranks) -> None:
 
 def test_no_call_leaves_a_trace_on_a_tensor(world: Ranks) -> None:
     """A later `resize_` works: FSDP resizes the storage of tensors that have been reduced."""
-    torch = pytest.importorskip("torch")
 
     def program() -> None:
         torch.set_num_threads(1)

@@ -179,12 +179,3 @@ def test_shared_results_and_exceptions(world: Ranks) -> None:
     first, *others = world.run(program)
     assert first == (expected, "own")
     assert others == [(expected, "FileNotFoundError: missing")] * (world.ranks - 1)
-
-
-def test_async_functions_stay_awaitable_on_every_rank(world: Ranks) -> None:
-    @sp.on_main(default="other")
-    async def work() -> str:
-        await asyncio.sleep(0)
-        return "main"
-
-    assert world.run(lambda: asyncio.run(work())) == ["main"] + ["other"] * (world.ranks - 1)

@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-pytest.importorskip("torch")  # the errors of checkpoints are among them
 from support import ROOT
 from support.pages import matches
 from support.rank_environment import clean_environ

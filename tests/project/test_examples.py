@@ -49,7 +49,6 @@ def preempt(folder: Path, steps: int, *options: object) -> list[str]:
     return [sys.executable, "-m", "syncprims", "run", *map(str, line)]
 
 
-@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 def test_a_training_that_is_preempted_and_then_fails_goes_on_bit_for_bit(tmp_path: Path) -> None:
     clean = {**clean_environ(), "OMP_NUM_THREADS": "1"}
 

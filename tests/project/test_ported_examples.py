@@ -23,8 +23,6 @@ EXAMPLES = ROOT / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 FILE = ["-m", "syncprims", "run", "-n", "2"]
 
-needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
-
 
 def run(*command: object, folder: Path | None = None, **more: str) -> str:
     """Return what a Python command prints; nothing of this session reaches it."""
@@ -47,7 +45,6 @@ def result(out: str) -> dict[str, Any]:
     return found
 
 
-@needs_torch
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
 def test_a_script_moves_over_by_its_import_line_and_gives_the_same_numbers(tmp_path: Path) -> None:
     script = EXAMPLES / "from_accelerate.py"
@@ -75,7 +72,6 @@ def test_a_script_moves_over_by_its_import_line_and_gives_the_same_numbers(tmp_p
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-6)
 
 
-@needs_torch
 def test_a_schedule_that_keeps_its_own_time_is_saved_too(tmp_path: Path) -> None:
     """What the script above found: it went on with the rate of the beginning."""
 
@@ -112,7 +108,6 @@ def test_a_schedule_that_keeps_its_own_time_is_saved_too(tmp_path: Path) -> None
 # -- raw torch.distributed ----------------------------------------------------------------------
 
 
-@needs_torch
 def test_barriers_and_rank_checks_are_replaced_and_the_weights_stay(tmp_path: Path) -> None:
     import torch
 
@@ -147,7 +142,6 @@ def test_a_project_tests_its_own_ranks(tmp_path: Path) -> None:
     assert outcome(out) == (40, "")
 
 
-@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 def test_a_project_tests_its_training_loops(tmp_path: Path) -> None:
     options = ["-p", "no:cacheprovider", "--basetemp", tmp_path / "base"]
     out = run("-m", "pytest", "-q", *options, folder=EXAMPLES / "tested_training")

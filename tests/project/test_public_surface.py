@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 
-pytest.importorskip("torch")  # syncprims.training is part of it
 GOLDEN = Path(__file__).with_name("surface.txt")
 MODULES = (
     "syncprims",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,6 @@ from support.rank_worlds import Scripts, environment
 from syncprims._world.launchers import make_rank_variables
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
 
 @pytest.fixture
@@ -49,7 +46,6 @@ def test_our_launcher_tells_those_that_wait(
     ]
 
 
-@needs_torch
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_our_launcher_tells_those_that_wait_at_a_store(launches: Launches, backend: str) -> None:
     done = launches.run("if is_main(): barrier('saved')\n", "--backend", backend, n=2)
@@ -76,9 +72,7 @@ def test_the_error_has_its_facts(launches: Launches) -> None:
     assert done.code == 0, done.err
 
 
-@pytest.mark.parametrize(
-    "backend", ["file", pytest.param("torch", marks=needs_torch)], ids=["file", "torch"]
-)
+@pytest.mark.parametrize("backend", ["file", "torch"])
 def test_a_late_rank_is_told_the_cause(launches: Launches, backend: str, tmp_path: Path) -> None:
     """Rank 1 has joined and was told; rank 0 joins after that."""
     # The launcher waits some seconds for rank 0 to report: its first call must not import torch.
@@ -112,9 +106,7 @@ while not os.path.exists({sign!r}): time.sleep(0.01)
 """
 
 
-@pytest.mark.parametrize(
-    "backend", ["file", pytest.param("torch", marks=needs_torch)], ids=["file", "torch"]
-)
+@pytest.mark.parametrize("backend", ["file", "torch"])
 def test_a_rank_that_has_joined_has_made_a_call(
     launches: Launches, backend: str, tmp_path: Path
 ) -> None:
@@ -227,7 +219,6 @@ def torchrun(launches: Launches, backend: str, meeting_place: Path) -> str:
     return done.stderr
 
 
-@needs_torch
 @pytest.mark.parametrize("backend", ["file", "torch"])
 def test_ranks_of_torchrun_record_their_own_end(
     launches: Launches, meeting_place: Path, backend: str
@@ -238,7 +229,6 @@ def test_ranks_of_torchrun_record_their_own_end(
     assert "rank 1 ended" in said
 
 
-@needs_torch
 def test_a_rank_that_has_joined_at_a_store_has_made_a_call(
     launches: Launches, meeting_place: Path, tmp_path: Path
 ) -> None:

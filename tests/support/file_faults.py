@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import syncprims as sp
-from support import warm_torch  # noqa: F401
 from support.checkpoint_worlds import Kept
 from support.rank_worlds import Kind, Ranks
 from syncprims.accelerate import Accelerator

@@ -392,8 +392,6 @@ def test_a_process_joins_in_place_of_a_lost_rank(meeting_place: Path, signs: Sig
 
 def test_backends_that_cannot_say_so(meeting_place: Path) -> None:
     for kind in (Kind("single", 1), Kind("torch", 2)):
-        if kind.backend == "torch":
-            pytest.importorskip("torch")
 
         def program() -> Any:
             with pytest.raises(sp.BackendUnavailable, match=r"reform.*backend") as raised:

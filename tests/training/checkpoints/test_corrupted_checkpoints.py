@@ -261,11 +261,10 @@ def test_flipped_bits_and_truncations_are_refused(
     [(tried, passed)] = ranks.run(lambda: break_everywhere(way, tmp_path / "it", lengths, bits))
     assert tried > 500
     assert not passed
-    print(f"corruption: {way}, bit {bit}: {tried} flips and truncations, all refused")
 
 
-def try_malformed(way: str, count: int, folder: Path, seed: int) -> tuple[int, int]:
-    """Load malformed checkpoints; return how many were refused, and how many did no harm."""
+def try_malformed(way: str, count: int, folder: Path, seed: int) -> int:
+    """Load malformed checkpoints, and return how many were refused; the others do no harm."""
     save, load = WAYS[way]
     good, bad = folder / "good", folder / "bad"
     save(str(good))
@@ -275,7 +274,7 @@ def try_malformed(way: str, count: int, folder: Path, seed: int) -> tuple[int, i
         if name == "open" and not str(args[0]).startswith(str(bad)):
             outside.append(str(args[0]))
 
-    refused_, harmless = 0, 0
+    refused_ = 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(count):
         dice = random.Random(f"{seed} {way} {number}")
@@ -285,7 +284,6 @@ def try_malformed(way: str, count: int, folder: Path, seed: int) -> tuple[int, i
         with watched(at):
             try:
                 load(str(bad))
-                harmless += 1
             except sp.CheckpointError as error:
                 said = str(error)
                 kinds = {failure.type for failure in error.failures.values()}
@@ -300,7 +298,7 @@ def try_malformed(way: str, count: int, folder: Path, seed: int) -> tuple[int, i
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert not outside
     assert grown < 64 << 10, f"{grown} KiB more memory"
-    return refused_, harmless
+    return refused_
 
 
 @pytest.mark.parametrize("count", [SHORT, pytest.param(SOAK, marks=pytest.mark.soak)])
@@ -312,10 +310,8 @@ def test_malformed_checkpoints_are_refused_and_do_no_harm(
     each = count // len(WAYS) + 1 if count == SHORT else PART
     parts = 1 if count == SHORT else count // len(WAYS) // PART + 1
     seed = 20261121 if count == SHORT else random.SystemRandom().randrange(1 << 32)
-    bad = harmless = 0
+    bad = 0
     for part in range(parts):
         (tmp_path / str(part)).mkdir()
-        refused_, fine = alone(partial(try_malformed, way, each, tmp_path / str(part), seed + part))
-        bad, harmless = bad + refused_, harmless + fine
-    assert bad > parts * each * 0.9
-    print(f"malformed: {way}: {bad} refused, {harmless} harmless, seed {seed}")
+        bad += alone(partial(try_malformed, way, each, tmp_path / str(part), seed + part))
+    assert bad > parts * each * 0.9, seed

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import warm_torch  # noqa: F401
 from support.checkpoint_worlds import Kept
 from support.rank_worlds import Kind, Ranks
 from support.torch_programs import FSDP2_TRAINS_ON_CPUS

@@ -12,7 +12,6 @@ import pytest
 import torch
 from conftest import several
 from safetensors import safe_open
-from support import warm_torch  # noqa: F401
 from support.checkpoint_worlds import Alone, Kept, on_some
 from support.file_faults import watched
 from support.rank_worlds import Kind, Ranks

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support import warm_torch  # noqa: F401
 from support.checkpoint_worlds import Alone, Kept
 from support.file_faults import nothing, watched
 from torch import nn

@@ -144,35 +144,26 @@ class WeakDisk:
             return False
         return True
 
-    def states(self) -> Iterator[dict[str, Any]]:
-        """Yield the possible states: names with their contents, or with further names."""
-        yield from self._states(self.tree)
-
-    def _states(self, node: Any) -> Iterator[Any]:
+    def states(self, node: Any = None) -> Iterator[Any]:
+        """Yield the possible states: bytes, or pairs of a name and the state of what it names."""
         if isinstance(node, File):
             yield from node.states()
             return
-        for names in node.states():
-            inner = [list(self._states(child)) for child in names.values()]
+        for names in (node or self.tree).states():
+            order = sorted(names)
+            inner = [list(self.states(names[name])) for name in order]
             for contents in itertools.product(*inner):
-                yield dict(zip(names, contents, strict=True))
+                yield tuple(zip(order, contents, strict=True))
 
 
-def freeze(state: Any) -> Any:
-    """Return a hashable key, equal for equal states."""
+def lay_out(state: Any, path: Path) -> None:
+    """Write a state as a file, or as a directory."""
     if isinstance(state, bytes):
-        return state
-    return tuple((name, freeze(child)) for name, child in sorted(state.items()))
-
-
-def lay_out(state: dict[str, Any], folder: Path) -> None:
-    """Write a state as files and directories."""
-    folder.mkdir()
-    for name, child in state.items():
-        if isinstance(child, bytes):
-            (folder / name).write_bytes(child)
-        else:
-            lay_out(child, folder / name)
+        path.write_bytes(state)
+        return
+    path.mkdir()
+    for name, child in state:
+        lay_out(child, path / name)
 
 
 class Recorder(Watched):
@@ -191,16 +182,10 @@ class Recorder(Watched):
         def told(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
             if self._weak.follow(name, args, result):
-                self._moments.append({freeze(state) for state in self._weak.states()})
+                self._moments.append(set(self._weak.states()))
             return result
 
         return told
-
-
-def thaw(state: Any) -> Any:
-    if isinstance(state, bytes):
-        return state
-    return {name: thaw(child) for name, child in state}
 
 
 def crash(
@@ -223,13 +208,13 @@ def crash(
         module.os = real
     before, found = OLD if overwrite else NONE, dict[Any, int]()
     for state in set().union(*moments):
-        lay_out(thaw(state), folder / "found")
+        lay_out(state, folder / "found")
         try:
             found[state] = setup.load(str(folder / "found" / "checkpoint"))
         except sp.CheckpointError:
             found[state] = NONE
         shutil.rmtree(folder / "found")
-        assert found[state] in (before, NEW), thaw(state)
+        assert found[state] in (before, NEW), state
     assert {found[state] for state in moments[-1]} == {NEW}, "it had returned"
     return len(moments), len(found), sum(version == NEW for version in found.values())
 
@@ -251,7 +236,6 @@ def test_what_a_power_cut_leaves_is_the_old_or_the_new(
     moments, states, new = run
     assert moments > 10
     assert 0 < new < states
-    print(f"power cut: {name} over {before}: {moments} moments, {states} states, {new} new")
 
 
 @pytest.mark.parametrize("call", ["sync_directory", "NewFile.finish"])

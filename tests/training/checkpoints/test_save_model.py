@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from conftest import in_processes, several
-from support import warm_torch  # noqa: F401
 from support.checkpoint_worlds import Alone, on_some
 from torch import nn
 

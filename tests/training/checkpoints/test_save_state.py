@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import several
-from support import warm_torch  # noqa: F401
 from support.checkpoint_worlds import Alone, Kept, on_some
 from support.rank_worlds import Kind, Ranks
 from torch import nn

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import several
-from support import warm_torch  # noqa: F401
 from support.checkpoint_worlds import Alone, Kept, on_some
 from support.file_faults import watched
 from support.rank_environment import PATIENCE
