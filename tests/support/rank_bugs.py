@@ -228,7 +228,7 @@ def described(program: Callable[[], Any], error: BaseException) -> str:
     text = re.sub(r"\n\d+ of \d+ schedules fail.*", "", text)
     text = re.sub(r"digest \w+", "digest ...", text)
     text = re.sub(r"(?s)\n  traceback of rank.*?\n(?=Fix)", "\n", text)
-    first = program.__code__.co_firstlineno - 1
+    first = program.__code__.co_firstlineno
     return re.sub(
         r"[^\s(]*rank_bugs\.py:(\d+)", lambda found: f"bug.py:{int(found[1]) - first + 1}", text
     )
