@@ -79,7 +79,7 @@ def _state_of(tree: Any) -> Any:
     if kind is dict:
         return {key: _state_of(value) for key, value in tree.items()}
     if kind in (list, tuple):
-        return kind(map(_state_of, tree))
+        return cast("Any", kind(map(_state_of, tree)))
     return tree
 
 
@@ -93,7 +93,7 @@ def _restore(tree: Any, state: Any) -> Any:
         return state
     if kind is dict:
         return {key: _restore(tree.get(key), value) for key, value in state.items()}
-    return kind(map(_restore, tree, state)) if len(tree) == len(state) else state
+    return cast("Any", kind(map(_restore, tree, state))) if len(tree) == len(state) else state
 
 
 def _kind(value: object) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
 
 from syncprims.interface import own_device_index
 
@@ -289,9 +289,10 @@ def without_history(tensor: Any) -> Any:
     import torch
 
     bare = tensor.detach()
-    is_torchs = type(bare).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    is_plain = type(bare) is torch.Tensor or not is_torchs
-    return bare if is_plain else bare.as_subclass(torch.Tensor)
+    kind = cast("Any", type(bare))
+    plain: Any = torch.Tensor
+    is_torchs = kind.__torch_dispatch__ is plain.__torch_dispatch__
+    return bare.as_subclass(plain) if kind is not plain and is_torchs else bare
 
 
 def on_host(obj: Any) -> Any:

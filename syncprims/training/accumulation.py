@@ -128,7 +128,7 @@ class Accumulator:
 
     __call__ = accumulate
 
-    def backward(self, loss: torch.Tensor, weight: float | None = None, **options: Any) -> None:
+    def backward(self, /, loss: torch.Tensor, weight: float | None = None, **options: Any) -> None:
         """Add the gradients of `loss` to the window; with its last micro-batch, they are its mean.
 
         With `weight`, `loss` is the sum over that many items, and the window's result the mean over
