@@ -153,12 +153,12 @@ class ThreadWorld:
             if not self.scheduler.aborted:
                 for thread in self._threads:
                     thread.join()  # it has nothing left to do
-            if not self._end(self._threads):
-                run.gave_up += ". A thread could not be ended, and is left alone"
             # As at the end of a process: one that works ends by itself, for a time.
             waiting = waiting_threads() & busy_threads()
             helpers = {thread for of_rank in self.scheduler.threads for thread in of_rank.started}
-            self._end([thread for thread in helpers if thread.ident in waiting])
+            stuck = [thread for thread in helpers if thread.ident in waiting]
+            if not self._end([*stuck, *self._threads]):  # a rank may join one of the others
+                run.gave_up += ". A thread could not be ended, and is left alone"
             end, busy = time.monotonic() + _GRACE, busy_threads()
             for helper in helpers:
                 if helper.ident in busy and not helper.daemon:

@@ -5,14 +5,18 @@ The seed decides the program, its values and its faults. Only the scheduling is 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import json
 import os
 import random
 import select
 import signal
+import threading
 import time
 import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -24,7 +28,7 @@ from support.rank_worlds import Kind as World
 from syncprims._api.trigger import SelfClearingTrigger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from support.rank_worlds import ServedStore
 
@@ -299,6 +303,40 @@ class Hurt(Exception):
     """An exception that a rank raises, in its own code or within a call."""
 
 
+def in_thread(call: Callable[[], Any]) -> Any:
+    """Make a call in a thread that this one joins."""
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return outcome.result()
+
+
+def in_pool(call: Callable[[], Any]) -> Any:
+    """Make a call in a pool's thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def in_loop(call: Callable[[], Any]) -> Any:
+    """Make a call in a thread of an event loop."""
+
+    async def main() -> Any:
+        return await asyncio.to_thread(call)
+
+    return asyncio.run(main())
+
+
+_WAYS = {"thread": in_thread, "pool": in_pool, "loop": in_loop}
+
+
 class Plan(NamedTuple):
     """A program and the faults of its ranks, generated from one seed."""
 
@@ -308,11 +346,13 @@ class Plan(NamedTuple):
     delays: dict[tuple[int, int], float]  #: rank and step -> seconds of sleep before it
     own: dict[tuple[int, int], str]  #: rank and step -> "kill" or "raise", before it
     signals: list[tuple[float, int, signal.Signals]]  #: seconds after the join, rank, signal
+    ways: dict[tuple[int, int], str]  #: rank and step -> the helper that makes the call
 
     @property
     def faults(self) -> list[str]:
-        """The faults, as text."""
+        """The faults and helpers, as text."""
         said = [f"rank {r} does {what} before step {step}" for (r, step), what in self.own.items()]
+        said += [f"rank {r} makes step {step} in a {way}" for (r, step), way in self.ways.items()]
         return said + [f"{s.name} to rank {r} after {t * 1e3:.3f} ms" for t, r, s in self.signals]
 
 
@@ -337,7 +377,11 @@ def plan(seed: int) -> Plan:
         else:
             sent = signal.SIGKILL if fault == "kill" else signal.SIGUSR1
             signals.append((moment, rank, sent))
-    return Plan(seed, ranks, steps, delays, own, sorted(signals))
+    ways: dict[tuple[int, int], str] = {}
+    if dice.random() < 0.4:  # a rank whose main thread never calls, or seldom does not
+        often, way = dice.choice((0.2, 1.0)), dice.choice([*_WAYS])
+        ways = {place: way for place in places if dice.random() < often}
+    return Plan(seed, ranks, steps, delays, own, sorted(signals), ways)
 
 
 def draw_step(dice: random.Random, ranks: int, kinds: Sequence[Kind] = _KINDS) -> Step:
@@ -455,8 +499,10 @@ class _Rank:
             sent = value(self._plan.seed, step, number, self._rank)
             self._record(number, "enter", shown(sent))
             self._armed = True
+            call = functools.partial(make_call, step, sent, self._triggers)
+            way = self._plan.ways.get((self._rank, number))
             try:
-                got = make_call(step, sent, self._triggers)
+                got = _WAYS[way](call) if way else call()
             except sp.SyncError as error:
                 self._armed = False
                 self._record(number, "verdict", _facts(error))

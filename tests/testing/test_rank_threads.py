@@ -11,30 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import pytest
+from support.random_programs import in_loop, in_pool, in_thread
 
 import syncprims as sp
 from syncprims.testing import DeadlockError, Delay, Kill, run_world
 
 Kinds = Literal["threads", "processes"]
 both = pytest.mark.parametrize("kind", ["threads", "processes"])
-
-
-def in_thread(call: Callable[[], object]) -> None:
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-
-
-def in_pool(call: Callable[[], object]) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(call).result()
-
-
-def in_loop(call: Callable[[], object]) -> None:
-    async def main() -> None:
-        await asyncio.to_thread(call)
-
-    asyncio.run(main())
 
 
 def beside_idle_thread(call: Callable[[], object]) -> None:
