@@ -38,7 +38,7 @@ from syncprims.interface import Backend, Settings, Topology
 from .errors import PackedException, pack_exception
 from .faults import Fault, FaultTarget, current_target
 from .outcomes import RankOutcome
-from .probe import Probe, ProbedBackend
+from .probe import Probe, probe_backend
 from .rank_threads import RankThreads, threads_belong_to_ranks
 from .world_spec import Start, set_writer
 
@@ -151,7 +151,7 @@ def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
         write = _open_journal(spec.path("journal", rank))
 
         def make_backend(cls: type[Backend], place: Topology, settings: Settings) -> Backend:
-            return ProbedBackend(cls(place, settings), Probe(outcome, spec.faults, write))
+            return probe_backend(cls(place, settings), Probe(outcome, spec.faults, write))
 
         become_rank(make_backend)
         if spec.torch:
