@@ -253,6 +253,47 @@ def test_a_link_that_is_cut_at_any_moment_has_one_verdict(seed: int, tmp_path: P
         assert abs(number - int(verdict.split()[0])) <= 1
 
 
+def test_the_others_go_on_without_a_host_that_is_cut_off(tmp_path: Path) -> None:
+    with network(2, 2, tmp_path) as net:
+        net.run(
+            """
+            import torch
+            barrier("begin")
+            report("begun")
+            try:
+                while True:
+                    all_reduce(torch.ones(100_000))
+            except PeerLost:
+                pass
+            while True:
+                try:
+                    change = reform()
+                    total = all_reduce(torch.ones(100_000))[0].item()
+                    report("end", json.dumps([change.members, change.lost, total]))
+                    while not (folder / "over").exists():
+                        time.sleep(0.01)
+                    break
+                except BackendUnavailable as error:
+                    report("alone", error)
+                except Evicted as error:
+                    report("end", error)
+                    os._exit(0)
+            """,
+            SYNCPRIMS_HEARTBEAT="2",
+        )
+        net.await_reports(*(f"begun-{rank}" for rank in range(4)))
+        net.cut(net.hosts[1])
+        net.await_reports("end-0", "end-1", "alone-2", "alone-3")
+        for rank in (0, 1):
+            assert json.loads(net.report_of(rank)) == [[0, 1], [2, 3], 2.0]
+        assert "does not reach the store" in (tmp_path / "alone-2").read_text()
+        net.mend(net.hosts[1])
+        net.await_reports("end-2", "end-3")
+        assert "without this host, whose heartbeat they missed" in net.report_of(2)
+        (tmp_path / "over").touch()
+        assert net.wait()[0].code == 0
+
+
 def test_a_late_rank_of_another_host_is_named(tmp_path: Path) -> None:
     """And a mismatch; and the program's own process group is whole after both."""
     with network(2, 2, tmp_path) as net:
