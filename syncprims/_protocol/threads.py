@@ -21,7 +21,7 @@ T = TypeVar("T")
 _IDLE = {
     ("concurrent.futures.thread", "_worker"),  # and its pool has no work
     ("multiprocessing.queues", "_feed"),
-    ("syncprims.testing.workers", "await_threads"),
+    ("syncprims.testing.process_world", "await_threads"),
     ("syncprims.testing.thread_world", "run_threads"),  # until another world has ended
     ("torch.utils.data._utils.pin_memory", "do_one_step"),
     ("tqdm._monitor", "run"),

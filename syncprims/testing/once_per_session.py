@@ -29,88 +29,76 @@ T = TypeVar("T")
 _VALUE = ".value"  # how the names of value files end
 
 
+def _lock(path: Path, how: int) -> IO[bytes]:
+    """Return a file that is locked until it is closed."""
+    file = path.open("wb")
+    fcntl.flock(file, how)
+    return file
+
+
 class SessionValues:
     """The values that the workers of one test session share, in a directory."""
 
-    def __init__(self, find_folder: Callable[[], Path], worker: str) -> None:
-        self._find_folder = find_folder
+    def __init__(self, folder: Path, worker: str) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
         self._worker = worker
         self._values: dict[str, Any] = {}  # that this worker has made or read
-        self._presence: IO[bytes] | None = None  # a file, locked while this worker runs
-
-    @functools.cached_property
-    def _folder(self) -> Path:
-        folder = self._find_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder
-
-    def join(self) -> None:
-        """Be one of the workers, from now on."""
-        if self._presence is None:
-            self._presence = self._locked("workers", fcntl.LOCK_SH)
+        self._presence = _lock(folder / "workers", fcntl.LOCK_SH)
 
     def get(self, name: str, make: Callable[[], T], cleanup: Callable[[T], object] | None) -> T:
         """Return the value of this name; make it if no worker has."""
         if name not in self._values:
-            self.join()
             digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
             path = self._folder / f"{digest}{_VALUE}"
-            with self._locked(f"making-{digest}", fcntl.LOCK_EX):
+            with _lock(path.with_suffix(".lock"), fcntl.LOCK_EX):
                 if not path.exists():
                     self._make(path, make, cleanup)
-                entry, maker = pickle.loads(path.read_bytes())
-            if not isinstance(entry, bytes):
-                error = entry.unpack()
-                error.add_note(f"made once per session, {name!r} failed in worker {maker}")
-                raise error
-            self._values[name] = pickle.loads(entry)[0]
-        value: T = self._values[name]
-        return value
+                value, _, error, maker = pickle.loads(path.read_bytes())
+            if error is not None:
+                raised = error.unpack()
+                raised.add_note(f"made once per session, {name!r} failed in worker {maker}")
+                raise raised
+            self._values[name] = value
+        result: T = self._values[name]
+        return result
 
     def _make(
         self, path: Path, make: Callable[[], T], cleanup: Callable[[T], object] | None
     ) -> None:
         try:
-            entry = pickle.dumps((make(), cleanup))
+            entry = pickle.dumps((make(), cleanup, None, self._worker))
         except (KeyboardInterrupt, SystemExit):
             raise  # of this worker only
         except BaseException as error:
-            self._write(path, pack_exception(error))
+            self._write(path, pickle.dumps((None, None, pack_exception(error), self._worker)))
             raise
         self._write(path, entry)
 
-    def _write(self, path: Path, entry: Any) -> None:
+    def _write(self, path: Path, entry: bytes) -> None:
         new = path.with_suffix(".new")
-        new.write_bytes(pickle.dumps((entry, self._worker)))
+        new.write_bytes(entry)
         new.rename(path)
 
     def leave(self) -> None:
         """End as one of the workers; the last one cleans up all values."""
-        if self._presence is None:
-            return
         with self._presence as file:
-            self._presence = None
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return  # other workers are there
             for path in self._folder.glob(f"*{_VALUE}"):
-                entry, _ = pickle.loads(path.read_bytes())
+                value, cleanup, *_ = pickle.loads(path.read_bytes())
                 path.unlink()
-                if isinstance(entry, bytes):
-                    value, cleanup = pickle.loads(entry)
-                    if cleanup is not None:
-                        cleanup(value)
+                if cleanup is not None:
+                    cleanup(value)
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _locked(self, name: str, how: int) -> IO[bytes]:
-        """Return a file that is locked until it is closed."""
-        file = (self._folder / name).open("wb")
-        fcntl.flock(file, how)
-        return file
 
-
-current_session: ContextVar[SessionValues | None] = ContextVar("syncprims_session", default=None)
+#: Returns the values of the session that runs.
+current_session: ContextVar[Callable[[], SessionValues] | None] = ContextVar(
+    "syncprims_session", default=None
+)
 
 
 class OncePerSession:
@@ -135,7 +123,7 @@ class OncePerSession:
                 f"once_per_session({name!r}) is for tests: there is no pytest session here, or its "
                 f"plugin has been switched off with -p no:syncprims"
             )
-        return session.get(name, fn, cleanup)
+        return session().get(name, fn, cleanup)
 
     def fixture(
         self, name: str, *, cleanup: Callable[[Any], object] | None = None

@@ -72,27 +72,27 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return  # pytest's own plugin for directories is off: there is no place for values
     worker: dict[str, Any] | None = getattr(config, "workerinput", None)
 
-    def folder() -> Path:
+    @functools.cache
+    def open_values() -> SessionValues:
         base = Path(cast("Any", config)._tmp_path_factory.getbasetemp())
-        run = "session"
-        if worker is not None:
-            base, run = base.parent, worker["testrunuid"]  # that of all workers
-        return base / f"syncprims-once-{run}"
+        if worker is None:
+            return SessionValues(base / "syncprims-once", "main")
+        folder = base.parent / f"syncprims-once-{worker['testrunuid']}"  # that of all workers
+        return SessionValues(folder, worker["workerid"])
 
-    values = SessionValues(folder, "main" if worker is None else worker["workerid"])
-    config.stash[_SESSION] = current_session.set(values)
+    config.stash[_SESSION] = current_session.set(open_values), open_values
     if worker is not None:
-        values.join()
+        open_values()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Leave the session; the last worker cleans up its values."""
-    values = current_session.get()
-    token = session.config.stash.get(_SESSION, None)
-    if values is not None and token is not None:
+    token, open_values = session.config.stash.get(_SESSION, (None, None))
+    if token is not None:
         current_session.reset(token)
-        values.leave()
+        if open_values.cache_info().currsize:
+            open_values().leave()
 
 
 # -- one test for each world -----------------------------------------------------------------------

@@ -1,21 +1,19 @@
 """The probe: it stands between the library and a backend, records calls and injects faults.
 
-It wraps backends and boards of any kind, so that threads, processes and a third party's backend are
-observed in the same way. What it does not change it delegates, whatever the contract contains.
+Objects of a backend get a class of their own that is derived from theirs, so that threads,
+processes and a third party's backend are observed in the same way.
 """
 
 from __future__ import annotations
 
-import abc
+import functools
 import math
 from collections.abc import Callable, Sequence
-from inspect import get_annotations
-from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 from syncprims._protocol.threads import threads_that_may_call
 from syncprims._world.world import open_board
-from syncprims.interface import Backend, Board, Label, Note, Slots, Status, Topology, WaitView
+from syncprims.interface import Backend, Board, Label, Note, Slots, Topology, WaitView
 
 from .errors import Killed
 from .faults import Fault, apply_fault, current_target, is_due
@@ -62,177 +60,158 @@ class Probe:
             raise Killed
 
 
-def _delegate_rest(cls: type, contract: type, *instance_attributes: str) -> None:
-    """Make what `cls` does not define of `contract` come from `inner`, and go there."""
-
-    def delegate(name: str) -> property:
-        def set_(probed: Any, value: object) -> None:
-            setattr(probed.inner, name, value)
-
-        return property(attrgetter(f"inner.{name}"), set_)
-
-    names = {*vars(contract), *get_annotations(contract), *instance_attributes}
-    for name in names - vars(cls).keys() - {"slots"}:
-        if not name.startswith("_"):
-            setattr(cls, name, delegate(name))
-    abc.update_abstractmethods(cls)
+def probe_backend(backend: Backend, probe: Probe) -> Backend:
+    """Return `backend`, whose calls are recorded and struck by faults from now on."""
+    _derive(_probed_backend, backend, probe)
+    if backend.slots is not None:
+        _derive(_probed_slots, backend.slots, probe)
+    return backend
 
 
-class ProbedBackend(Backend):
-    """A backend whose boards are probed."""
+def unprobe(board: Board) -> Board:
+    """Return `board`, whose calls are no longer recorded."""
+    if hasattr(board, "probe"):
+        board.__class__ = type(board).__base__ or Board
+        del board.probe
+    return board
 
-    def __init__(self, inner: Backend, probe: Probe) -> None:
-        self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
-        self._probe = probe
-        self.slots = None if inner.slots is None else _probe_slots(inner.slots, probe)
 
-    def board(self, members: Sequence[int], name: str = "") -> Board:
-        """Return the board of `members`, probed."""
-        self._probe.check_alive()
-        return ProbedBoard(open_board(self.inner, members, name), self._probe, self.inner.slots)
+def _derive(make_class: Callable[[type[Any]], type[Any]], target: Any, probe: Probe) -> None:
+    """Give `target` a class that is derived from its own."""
+    target.__class__ = make_class(type(target))
+    target.probe = probe
 
-    def close_board(self, board: Board) -> bool:
-        """Release a board that this backend has returned."""
-        assert isinstance(board, ProbedBoard)
-        return self.inner.close_board(board.inner)
 
-    def wait_any(
-        self,
-        boards: Sequence[Board],
-        ready: Callable[[], bool],
-        timeout: float | None = None,
-        call: str = "",
-    ) -> bool:
-        """Wait for the first of several notes; a rank that is killed meanwhile ends."""
-        probe, outcome = self._probe, self._probe.outcome
-        probe.check_alive()
-        inner = [board.inner if isinstance(board, ProbedBoard) else board for board in boards]
-        if call:
-            outcome.waits = call
-            probe.journal("wait", (call, timeout is None))
-        try:
-            came = self.inner.wait_any(inner, ready, timeout, call)
-        finally:
+@functools.cache
+def _probed_backend(cls: Any) -> type[Any]:
+    """Return a class of backends whose boards are probed."""
+
+    class ProbedBackend(cls):  # type: ignore[misc]
+        probe: Probe
+
+        def board(self, members: Sequence[int], name: str = "") -> Any:
+            self.probe.check_alive()
+            board = open_board(cast("Backend", super()), members, name)
+            if not hasattr(board, "probe"):
+                _derive(_probed_board, board, self.probe)
+                board.begin(self.slots)
+            return board
+
+        def wait_any(
+            self,
+            boards: Sequence[Board],
+            ready: Callable[[], bool],
+            timeout: float | None = None,
+            call: str = "",
+        ) -> bool:
+            """Wait for the first of several notes; a rank that is killed meanwhile ends."""
+            probe = self.probe
+            probe.check_alive()
             if call:
-                probe.journal("wait", (None, False))
-        probe.check_alive()
-        if came and call and not any(board.verdict() for board in inner):
-            outcome.waits = None
-        return came
+                probe.outcome.waits = call
+                probe.journal("wait", (call, timeout is None))
+            try:
+                came: bool = super().wait_any(boards, ready, timeout, call)
+            finally:
+                if call:
+                    probe.journal("wait", (None, False))
+            probe.check_alive()
+            if came and call and not any(board.verdict() for board in boards):
+                probe.outcome.waits = None
+            return came
 
-    def close(self, failure: bytes | None = None) -> None:
-        """Leave the world."""
-        self.inner.close(failure)
-
-
-class ProbedSlots(Slots):
-    """Slots where the steps of a `reform` are recorded, and faults strike."""
-
-    def __init__(self, inner: Slots, probe: Probe) -> None:
-        self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
-        self._probe = probe
-
-    def _record(self, step: str) -> None:
-        self._probe.check_alive()
-        label = Label("reform", step)
-        self._probe.record_call(RecordedCall((self.own,), label, f"epoch {self.epoch}"))
-
-    def publish_call(self, call: bytes) -> None:
-        """Publish the call of `reform`, unless a fault prevents it."""
-        self._record("call")
-        self.inner.publish_call(call)
-
-    def decide(self, name: str, word: str) -> str:
-        """Decide, unless a fault prevents it."""
-        self._record("decide")
-        return self.inner.decide(name, word)
-
-    def enter(self, epoch: int, topology: Topology) -> None:
-        """Begin an epoch, unless a fault prevents it."""
-        self._record("enter")
-        self.inner.enter(epoch, topology)
-
-    def wait(self, ready: Callable[[], bool], timeout: float, waits_for: Sequence[int]) -> None:
-        """Wait, and record that."""
-        self._probe.check_alive()
-        self._probe.outcome.waits = "reform"
-        self.inner.wait(ready, timeout, waits_for)
-        self._probe.check_alive()
-        self._probe.outcome.waits = None
+    return ProbedBackend
 
 
-def _probe_slots(inner: Slots, probe: Probe) -> Slots:
-    make: Any = ProbedSlots  # which gets the rest of its methods below
-    slots: Slots = make(inner, probe)
-    return slots
+@functools.cache
+def _probed_slots(cls: Any) -> type[Any]:
+    """Return a class of slots where the steps of a `reform` are recorded, and faults strike."""
 
+    class ProbedSlots(cls):  # type: ignore[misc]
+        probe: Probe
 
-class ProbedBoard(Board):
-    """A board whose rounds are recorded, by the ranks that the members had at the start."""
+        def _record(self, step: str) -> None:
+            self.probe.check_alive()
+            label = Label("reform", step)
+            self.probe.record_call(RecordedCall((self.own,), label, f"epoch {self.epoch}"))
 
-    observed = True
+        def publish_call(self, call: bytes) -> None:
+            self._record("call")
+            super().publish_call(call)
 
-    def __init__(self, inner: Board, probe: Probe, slots: Slots | None = None) -> None:
-        self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
-        self._ranks, self._name = inner.members, inner.name
-        if slots is not None and slots.epoch:
-            self._ranks = tuple(slots.members[rank] for rank in inner.members)
-            self._name = f"{inner.name} epoch {slots.epoch}".strip()
-        self._probe = probe
-        self._last: RecordedCall | str | None = None  # the call of the last round
-        self._recorded = 0  # the last round whose call is recorded
+        def decide(self, name: str, word: str) -> Any:
+            self._record("decide")
+            return super().decide(name, word)
 
-    def post(self, note: Note) -> None:
-        """Post, unless a fault prevents it."""
-        probe, inner = self._probe, self.inner
-        probe.check_alive()
-        if note.label.kind == JOIN:
-            self._last = str(note.label)
-            inner.post(note)
-            return
-        call = self._last = RecordedCall(self._ranks, note.label, self._name)
-        if self._recorded <= inner.posted:  # else a second try: the first note was refused
-            self._recorded = inner.posted + 1
-            probe.record_call(call)
-        inner.post(note)
-        probe.on_post(probe.outcome.rank, call)
+        def enter(self, epoch: int, topology: Topology) -> None:
+            self._record("enter")
+            super().enter(epoch, topology)
 
-    def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
-        """Collect, and record where the rank waits until then."""
-        probe = self._probe
-        probe.check_alive()
-        probe.outcome.waits = self._last
-        notes = self.inner.collect(timeout)
-        if notes is not None:
+        def wait(self, ready: Callable[[], bool], timeout: float, waits_for: Sequence[int]) -> None:
+            probe = self.probe
+            probe.check_alive()
+            probe.outcome.waits = "reform"
+            super().wait(ready, timeout, waits_for)
+            probe.check_alive()
             probe.outcome.waits = None
-        return notes
 
-    def publish_wait(self, wait: WaitView) -> None:
-        """Record where the rank waits, also for the test."""
-        self.inner.publish_wait(wait)
-        if not wait.number:
-            self._probe.journal("wait", (None, False))
-            return
-        only_notes = wait.deadline == math.inf and not threads_that_may_call()
-        self._probe.journal("wait", (self._last, only_notes))
-
-    def status(self, rank: int) -> Status:
-        """Return what is known of `rank`."""
-        return self.inner.status(rank)
-
-    def abort(self, verdict: bytes) -> None:
-        """Break the board."""
-        self._probe.check_alive()
-        self.inner.abort(verdict)
-
-    def verdict(self) -> bytes | None:
-        """Return the verdict on this rank's oldest uncollected round."""
-        verdict = self.inner.verdict()
-        if verdict is not None:
-            self._probe.outcome.torn = True
-        return verdict
+    return ProbedSlots
 
 
-_delegate_rest(ProbedBackend, Backend, "topology", "settings")
-_delegate_rest(ProbedBoard, Board, "members", "name", "posted", "collected")
-_delegate_rest(ProbedSlots, Slots)
+@functools.cache
+def _probed_board(cls: Any) -> type[Any]:
+    """Return a class of boards whose rounds are recorded."""
+
+    class ProbedBoard(cls):  # type: ignore[misc]
+        probe: Probe
+        observed = True
+
+        def begin(self, slots: Slots | None) -> None:
+            """Record rounds from now on, by the ranks that the members had at the start."""
+            self.__ranks, self.__name = self.members, self.name
+            if slots is not None and slots.epoch:
+                self.__ranks = tuple(slots.members[rank] for rank in self.members)
+                self.__name = f"{self.name} epoch {slots.epoch}".strip()
+            self.__last: RecordedCall | str | None = None  # the call of the last round
+            self.__recorded = 0  # the last round whose call is recorded
+
+        def post(self, note: Note) -> None:
+            probe = self.probe
+            probe.check_alive()
+            if note.label.kind == JOIN:
+                self.__last = str(note.label)
+                super().post(note)
+                return
+            call = self.__last = RecordedCall(self.__ranks, note.label, self.__name)
+            if self.__recorded <= self.posted:  # else a second try: the first note was refused
+                self.__recorded = self.posted + 1
+                probe.record_call(call)
+            super().post(note)
+            probe.on_post(probe.outcome.rank, call)
+
+        def collect(self, timeout: float | None = None) -> Any:
+            probe = self.probe
+            probe.check_alive()
+            probe.outcome.waits = self.__last
+            notes = super().collect(timeout)
+            if notes is not None:
+                probe.outcome.waits = None
+            return notes
+
+        def publish_wait(self, wait: WaitView) -> None:
+            super().publish_wait(wait)
+            only_notes = wait.deadline == math.inf and not threads_that_may_call()
+            fact = (self.__last, only_notes) if wait.number else (None, False)
+            self.probe.journal("wait", fact)
+
+        def abort(self, verdict: bytes) -> None:
+            self.probe.check_alive()
+            super().abort(verdict)
+
+        def verdict(self) -> Any:
+            verdict = super().verdict()
+            if verdict is not None:
+                self.probe.outcome.torn = True
+            return verdict
+
+    return ProbedBoard

@@ -1,175 +1,425 @@
-"""Worlds whose ranks are processes."""
+"""Worlds whose ranks are processes, each of which writes a journal.
+
+A journal is a file to which one rank appends events, and which its parent reads. So the parent
+knows what a killed rank did last.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import faulthandler
+import gc
+import importlib
+import importlib.util
 import math
+import multiprocessing.spawn
 import os
-import select
+import pickle
 import signal
+import subprocess
+import sys
+import threading
 import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from syncprims._protocol.threads import busy_threads
 from syncprims._system.host import free_port
-from syncprims._system.processes import end_processes
-from syncprims._world.registry import BY_TORCH
-from syncprims._world.runtime import environ_without_rank
+from syncprims._system.processes import adopt_orphans, die_with, end_processes, find_children
+from syncprims._world.group import entered
+from syncprims._world.launchers import make_rank_variables
+from syncprims._world.registry import BY_TORCH, load_backend
+from syncprims._world.runtime import become_rank, environ_without_rank, provided_world
 from syncprims._world.scratch import scratch_directory
+from syncprims._world.version import version
 from syncprims.errors import describe_exit
+from syncprims.interface import Backend, Settings, Topology
 
+from .errors import pack_exception
+from .faults import Fault, FaultTarget, current_target
 from .outcomes import RankOutcome, WorldRun, trim_stack
-from .workers import STACK_SIGNAL, Journal, WorkerSpec, start_workers
-from .world_spec import RankOutput, WorldSpec, capture_ranks
+from .probe import Probe, probe_backend
+from .rank_threads import RankThreads, threads_belong_to_ranks
+from .world_spec import RankOutput, WorldSpec
 
-_LOOK_EVERY = 0.01  # seconds
+#: Asks a worker for its stack: a signal that programs do not use, where there is one.
+_STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+_LOOK_EVERY = 0.002  # seconds
 _STANDSTILL = 1.0  # seconds in which ranks that only wait for a stopped one write nothing
 _GRACE = 5.0  # seconds for the other ranks to raise their own error once one has failed
+_TIME_FOR_STACKS = 0.5  # seconds
+
+_BOOT = """
+import sys
+sys.path[:] = sys.argv.pop(1).split("\\n")
+from syncprims.testing.process_world import main
+main()
+"""
 
 
-class ProcessWorld:
-    """One run of a world of processes."""
+class _Job(NamedTuple):
+    """What a worker has to know of its world."""
 
-    def __init__(self, spec: WorldSpec, output: RankOutput | None) -> None:
-        self._spec = spec
-        self._output = output
-        self._run = WorldRun([], spec.faults)
-        self._pids: dict[int, int] = {}  # by rank, of those that have not ended
-        self._pidfds: dict[int, int] = {}  # descriptor -> rank, where the system has such
-        self._poll = select.poll()  # `select` itself takes no descriptor from 1024 up
-        self._exit_codes: dict[int, int] = {}
+    folder: Path  #: of this world
+    ranks: int
+    faults: Sequence[Fault]
+    environ: Mapping[str, str]
+    parent: int  #: process id
+    torch: bool  #: torch.distributed is served
 
-    def run(self) -> WorldRun:
-        """Return how it went."""
-        spec = self._spec
-        with scratch_directory("test") as folder, capture_ranks(self._output):
-            (folder / "board").mkdir(mode=0o700)
-            self._worker_spec = WorkerSpec(
-                folder, spec.ranks, spec.faults, self._environ(folder), os.getpid(), spec.torch
-            )
-            self._journals = {
-                rank: Journal(self._worker_spec.path("journal", rank), rank, spec.faults)
-                for rank in range(spec.ranks)
-            }
-            self._pids = start_workers(spec.start, self._worker_spec, spec.fn)
-            if hasattr(os, "pidfd_open"):
-                self._pidfds = {os.pidfd_open(pid): rank for rank, pid in self._pids.items()}
-            for fd in self._pidfds:
-                self._poll.register(fd, select.POLLIN)
-            try:
-                self._watch()
-            finally:
-                killed = self._end_all()
-                for rank, stream in itertools.product(range(spec.ranks), ("stdout", "stderr")):
-                    text = self._worker_spec.read(stream, rank)
-                    if text and self._output is not None:
-                        self._output.write(rank, stream, text)
-            self._run.outcomes = [self._outcome_of(rank, killed) for rank in range(spec.ranks)]
-        return self._run
+    def path(self, what: str, rank: int) -> Path:
+        """Return the path of a rank's ``journal``, ``stack``, ``stdout`` or ``stderr``."""
+        return self.folder / f"{what}-{rank}"
 
-    def _environ(self, folder: Path) -> dict[str, str]:
-        backend = self._spec.backend or "file"
-        environ = {
-            **environ_without_rank(),
-            "SYNCPRIMS_BACKEND": backend,
-            "SYNCPRIMS_RUN_ID": folder.name,
-            "SYNCPRIMS_DIR": str(folder / "board"),
-        }
-        environ.setdefault("OMP_NUM_THREADS", "1")
-        if self._spec.torch:
-            from .torch_worlds import make_torchrun_variables  # imports torch
 
-            environ |= make_torchrun_variables()
-        elif backend in BY_TORCH:
-            environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        return environ
+def run_processes(spec: WorldSpec, output: RankOutput | None) -> WorldRun:
+    """Run a world of processes, and return how it went."""
+    with scratch_directory("test") as folder:
+        (folder / "board").mkdir(mode=0o700)
+        environ = _make_environ(spec, folder)
+        job = _Job(folder, spec.ranks, spec.faults, environ, os.getpid(), spec.torch)
+        workers = [_Worker(job, rank) for rank in range(spec.ranks)]
+        run = WorldRun([worker.outcome for worker in workers], spec.faults)
+        try:
+            _start(spec, job, workers)
+            _watch(spec.time_limit, run, workers)
+        finally:
+            _end(folder, workers)
+            if output is not None:
+                for worker in workers:
+                    for stream in ("stdout", "stderr"):
+                        output.write(worker.outcome.rank, stream, worker.read(stream))
+                output.close()
+    return run
 
-    # -- while it runs ------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """Return when all ranks have ended, or the world is given up."""
-        limit = self._spec.time_limit
-        begin = changed_at = time.monotonic()
-        failed_at = math.inf
-        while self._pids:
-            self._await_ends(_LOOK_EVERY)
-            now = time.monotonic()
-            if sum(journal.read() for journal in self._journals.values()):
-                changed_at = now
-            elif now > changed_at + _STANDSTILL and self._waits_for_stopped():
-                return
-            if limit is not None and now > begin + limit:
-                self._run.timed_out(limit, self._stacks())
-                return
-            if any(journal.outcome.error is not None for journal in self._journals.values()):
-                failed_at = min(failed_at, now)
-            if now > failed_at + _GRACE:
-                self._run.stacks = self._stacks()
-                return  # the others do not notice that a rank has failed
+def _make_environ(spec: WorldSpec, folder: Path) -> dict[str, str]:
+    backend = spec.backend or "file"
+    environ = {
+        **environ_without_rank(),
+        "SYNCPRIMS_BACKEND": backend,
+        "SYNCPRIMS_RUN_ID": folder.name,
+        "SYNCPRIMS_DIR": str(folder / "board"),
+    }
+    environ.setdefault("OMP_NUM_THREADS", "1")
+    if spec.torch:
+        from .torch_worlds import make_torchrun_variables  # imports torch
 
-    def _await_ends(self, timeout: float) -> None:
-        """Record the exit codes of ranks that have ended, after so many seconds if none has."""
-        ended: list[int] = []
-        if self._pidfds:
-            for fd, _ in self._poll.poll(timeout * 1000):
-                self._poll.unregister(fd)
-                os.close(fd)
-                ended.append(self._pidfds.pop(fd))
-        else:
-            time.sleep(min(timeout, 0.005))
-            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            ended = [r for r, pid in self._pids.items() if os.waitid(os.P_PID, pid, flags)]
-        for rank in ended:
-            pid = self._pids.pop(rank)
-            # What it has left goes before it is reaped: until then, no other process has its pid.
+        environ |= make_torchrun_variables()
+    elif backend in BY_TORCH:
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return environ
+
+
+# -- while it runs ---------------------------------------------------------------------------------
+
+
+class _Worker:
+    """The process of one rank, as its parent sees it."""
+
+    def __init__(self, job: _Job, rank: int) -> None:
+        self.outcome = RankOutcome(rank)  #: as far as the journal has been read
+        self.pid = 0  #: 0: it has not been started
+        self._exit_code: int | None = None
+        self._job = job
+        job.path("journal", rank).touch()
+        self._journal = job.path("journal", rank).open("rb")
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended. If so, kill its process group."""
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        if self._exit_code is None and os.waitid(os.P_PID, self.pid, flags):
+            # Before it is reaped: until then, no other process has its pid.
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-            self._exit_codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                os.killpg(self.pid, signal.SIGKILL)
+            self._exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._exit_code is not None
 
-    def _waits_for_stopped(self) -> bool:
-        """Return whether faults have stopped ranks, and all others wait for notes."""
-        living = [self._journals[rank].outcome for rank in self._pids]
-        stopped = [outcome.rank for outcome in living if outcome.end == "stopped"]
-        waiting = [outcome.rank for outcome in living if outcome.waits_for_notes]
-        if not stopped or not waiting or len(stopped) + len(waiting) < len(living):
-            return False
-        self._run.stood_still(stopped)
+    def read(self, what: str) -> str:
+        """Return what the file of this name contains; "" if it does not exist."""
+        path = self._job.path(what, self.outcome.rank)
+        return path.read_text(errors="backslashreplace") if path.exists() else ""
+
+    def read_journal(self) -> bool:
+        """Take in what is new in the journal; return whether anything is."""
+        begin = offset = self._journal.tell()
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):  # not written yet
+            while True:
+                event, fact = pickle.load(self._journal)
+                offset = self._journal.tell()
+                if event == "end":
+                    vars(self.outcome).update(fact)
+                    if fact["error"] is not None:
+                        self.outcome.error = fact["error"].unpack()
+                else:
+                    self.outcome.take(event, self._job.faults[fact] if event == "fault" else fact)
+        self._journal.seek(offset)
+        return offset > begin
+
+    def kill(self) -> bool:
+        """Kill the process, and all that it has started; return whether it still ran."""
+        if not self.pid or self.has_ended():
+            return not self.pid
+        end_processes(None, self.pid)
+        os.kill(self.pid, signal.SIGKILL)
         return True
 
-    def _stacks(self) -> str:
-        """Return the stacks of all ranks that still run, as they write them."""
-        texts = dict.fromkeys(self._pids, "")
-        for pid in self._pids.values():
-            os.kill(pid, STACK_SIGNAL)
-        deadline = time.monotonic() + 0.5
-        while time.monotonic() < deadline and not all(texts.values()):
-            self._await_ends(_LOOK_EVERY)
-            texts = {rank: self._worker_spec.read("stack", rank) for rank in texts}
-        return "\n".join(
-            f"stack of rank {rank}:\n" + "\n".join(trim_stack(text.splitlines()[:0:-1]))
-            for rank, text in texts.items()
-            if text
+    def end(self, *, killed: bool) -> int:
+        """Take in how the process has ended, and return its exit code."""
+        while self.pid and not self.has_ended():
+            time.sleep(_LOOK_EVERY)
+        with self._journal:
+            self.read_journal()
+        if self.outcome.end == "left" and not killed:
+            self.outcome.end, self.outcome.detail = "died", describe_exit(self._exit_code)
+        return self._exit_code or 0
+
+
+def _watch(limit: float | None, run: WorldRun, workers: Sequence[_Worker]) -> None:
+    """Return when all ranks have ended, or the world is given up."""
+    begin = changed_at = time.monotonic()
+    failed_at = math.inf
+    while living := [worker for worker in workers if not worker.has_ended()]:
+        time.sleep(_LOOK_EVERY)
+        now = time.monotonic()
+        if sum(worker.read_journal() for worker in workers):
+            changed_at = now
+        elif now > changed_at + _STANDSTILL and _wait_for_stopped(run, living):
+            return
+        if limit is not None and now > begin + limit:
+            run.timed_out(limit, _read_stacks(living))
+            return
+        if any(outcome.error is not None for outcome in run.outcomes):
+            failed_at = min(failed_at, now)
+        if now > failed_at + _GRACE:
+            run.stacks = _read_stacks(living)
+            return  # the others do not notice that a rank has failed
+
+
+def _wait_for_stopped(run: WorldRun, living: Sequence[_Worker]) -> bool:
+    """Return whether faults have stopped ranks, and all others wait for notes."""
+    outcomes = [worker.outcome for worker in living]
+    stopped = [outcome.rank for outcome in outcomes if outcome.end == "stopped"]
+    waiting = [outcome.rank for outcome in outcomes if outcome.waits_for_notes]
+    if not stopped or not waiting or len(stopped) + len(waiting) < len(living):
+        return False
+    run.stood_still(stopped)
+    return True
+
+
+def _read_stacks(living: Sequence[_Worker]) -> str:
+    """Return the stacks of these ranks, as they write them."""
+    for worker in living:
+        os.kill(worker.pid, _STACK_SIGNAL)
+    deadline = time.monotonic() + _TIME_FOR_STACKS
+    while not all(worker.read("stack") for worker in living) and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY)
+    texts = {worker.outcome.rank: worker.read("stack").splitlines() for worker in living}
+    return "\n".join(
+        f"stack of rank {rank}:\n" + "\n".join(trim_stack(lines[:0:-1]))
+        for rank, lines in texts.items()
+        if lines
+    )
+
+
+def _end(folder: Path, workers: Sequence[_Worker]) -> None:
+    """Kill the ranks that still run, and all that they have started."""
+    killed = [worker.kill() for worker in workers]
+    codes = [worker.end(killed=by_us) for worker, by_us in zip(workers, killed, strict=True)]
+    if any(codes):
+        end_processes(folder)  # else each rank has ended what it had started
+
+
+# -- starting workers ------------------------------------------------------------------------------
+# Not by `multiprocessing`: the end of its process is seen at a pipe that the children of a rank
+# inherit, so that a killed rank seems to live as long as they do.
+
+
+def _start(spec: WorldSpec, job: _Job, workers: Sequence[_Worker]) -> None:
+    """Start the processes of all ranks.
+
+    :raises TypeError: if the program cannot be sent to a process that starts a new Python.
+    """
+    torch = sys.modules.get("torch")
+    has_cuda = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
+    if (spec.start or ("spawn" if has_cuda else "fork")) == "fork":
+        _load_before_fork(job)
+        for rank, worker in enumerate(workers):
+            worker.pid = _fork(job, rank, spec.fn)
+        return
+    path = job.folder / "job"
+    path.write_bytes(pickle.dumps((job, *_pack_function(spec.fn))))
+    # A worker looks for modules in the places where this process does, and in no other place first.
+    boot = [sys.executable, "-P", "-c", _BOOT, "\n".join(sys.path), str(path)]
+    for rank, worker in enumerate(workers):
+        child = subprocess.Popen([*boot, str(rank)], stdin=subprocess.DEVNULL)
+        child.returncode = 0  # the worker reaps it: Popen is not to look for its end, nor warn
+        worker.pid = child.pid
+
+
+def _load_before_fork(job: _Job) -> None:
+    """Load here what otherwise every forked rank would look for itself."""
+    load_backend(job.environ["SYNCPRIMS_BACKEND"])
+    version()
+    if job.torch:
+        importlib.import_module("syncprims.testing.torch_worlds")
+        before = {*os.environ}
+        importlib.import_module("torch._dynamo")  # DDP and FSDP import it, which takes seconds
+        for name in os.environ.keys() - before:
+            del os.environ[name]  # it would be set for the tests, too
+
+
+def _fork(job: _Job, rank: int, fn: Callable[[], Any]) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or the child would print it again
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none
+        pid = os.fork()
+    if not pid:
+        gc.freeze()  # to free here what the parent has left could end things of the parent
+        _run_worker(job, rank, fn)
+    return pid
+
+
+def _pack_function(fn: Callable[[], Any]) -> tuple[str, str | None, bytes]:
+    """Return `fn` as plain data: its module, the file of that, and a pickle."""
+    module: str = getattr(fn, "__module__", None) or ""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    try:
+        if module == "__main__" and file is None:
+            raise TypeError("it is defined in a notebook or an interactive session")
+        return module, file, pickle.dumps(fn)
+    except Exception as why:
+        raise TypeError(
+            f"{fn!r} cannot be sent to a process that starts a new Python: {why}. Define it at the "
+            f"top level of a file, or say start='fork'"
+        ) from why
+
+
+# -- in a worker -----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the worker that the arguments name."""
+    path, rank = sys.argv[1:]
+    job, module, file, function = pickle.loads(Path(path).read_bytes())
+    if file is not None:
+        _import_file(module, file)
+    _run_worker(job, int(rank), pickle.loads(function))
+
+
+def _import_file(module: str, file: str) -> None:
+    """Import a module, also a test file that this Python cannot import by its name."""
+    if module == "__main__":
+        multiprocessing.spawn.import_main_path(file)
+        return
+    with contextlib.suppress(ImportError):
+        if getattr(importlib.import_module(module), "__file__", None) == file:
+            return
+    spec = importlib.util.spec_from_file_location(module, file)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[module] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[module])
+
+
+def _run_worker(job: _Job, rank: int, fn: Callable[[], Any]) -> None:
+    """Run `fn` as this rank, write the journal, and end this process."""
+    code = 1
+    try:
+        _set_up(job, rank)
+        outcome = RankOutcome(rank)
+        write = _open_journal(job.path("journal", rank))
+
+        def make_backend(cls: type[Backend], place: Topology, settings: Settings) -> Backend:
+            return probe_backend(cls(place, settings), Probe(outcome, job.faults, write))
+
+        become_rank(make_backend)
+        if job.torch:
+            from .torch_worlds import serve_in_process  # imports torch
+
+            serve_in_process(rank, job.folder / "store")
+        with threads_belong_to_ranks():
+            outcome.run_program(fn, provided_world(), await_threads, RankThreads())
+        write("end", _describe_end(outcome))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            # The program's handler may raise, as that of torch's loaders does for a killed worker.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            if find_children():
+                end_processes(None, os.getpid())
+        finally:
+            os._exit(code)  # in any case: else a forked worker goes on with the parent's program
+
+
+def _set_up(job: _Job, rank: int) -> None:
+    """Prepare this process as a launcher would have done."""
+    os.setpgid(0, 0)  # what it leaves behind is found by its group
+    die_with(job.parent)
+    adopt_orphans()  # or among its children
+    for stream, fd in (("stdout", 1), ("stderr", 2)):
+        with job.path(stream, rank).open("ab") as file:
+            os.dup2(file.fileno(), fd)
+        setattr(sys, stream, os.fdopen(os.dup(fd), "w", buffering=1, errors="backslashreplace"))
+    with Path(os.devnull).open("rb") as null:
+        os.dup2(null.fileno(), 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(signum, signal.SIG_DFL)
+    stack = job.path("stack", rank).open("w")
+    faulthandler.register(_STACK_SIGNAL, file=stack, all_threads=False)
+    os.environ.clear()
+    os.environ.update({**job.environ, **make_rank_variables(rank, job.ranks)})
+    entered.set(())
+    current_target.set(FaultTarget())  # not that of a forked thread
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)  # the threads of a forked parent's operations are not here
+
+
+def _open_journal(path: Path) -> Callable[[str, Any], None]:
+    """Return a function that appends an event to the journal of this rank."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+    def write(event: str, fact: Any) -> None:
+        data = pickle.dumps((event, fact))
+        while data:
+            data = data[os.write(fd, data) :]
+
+    return write
+
+
+def _describe_end(outcome: RankOutcome) -> dict[str, Any]:
+    """Return how a rank has ended, without what its journal has already."""
+    try:
+        pickle.dumps(outcome.result)
+    except Exception as why:
+        outcome.fail(
+            TypeError(
+                f"rank {outcome.rank} returns a {type(outcome.result).__name__}, which cannot "
+                f"be sent to the test: {why}. Return plain values, or use a world of threads"
+            )
         )
+        outcome.result = None
+    error = None if outcome.error is None else pack_exception(outcome.error)
+    fields = {**vars(outcome), "error": error}
+    return {name: fields[name] for name in fields.keys() - {"calls", "struck"}}
 
-    # -- when it is over ------------------------------------------------------------------------
 
-    def _end_all(self) -> set[int]:
-        """Kill the ranks that still run, release all resources, and return these ranks."""
-        killed = set(self._pids)
-        for pid in self._pids.values():
-            end_processes(None, pid)
-            os.kill(pid, signal.SIGKILL)
-        while self._pids:
-            self._await_ends(_LOOK_EVERY)
-        if any(self._exit_codes.values()):  # else each rank has ended what it had started
-            end_processes(self._worker_spec.folder)
-        return killed
-
-    def _outcome_of(self, rank: int, killed: set[int]) -> RankOutcome:
-        """Return what the journal of `rank` contains at the end, or how the process has ended."""
-        journal = self._journals[rank]
-        journal.read()
-        outcome = journal.outcome
-        if outcome.end == "left" and rank not in killed:
-            outcome.end, outcome.detail = "died", describe_exit(self._exit_codes.get(rank))
-        return outcome
+def await_threads() -> None:
+    """Return when no thread of this process is left for which Python would wait at its exit."""
+    while any(
+        thread.ident in busy_threads() and not thread.daemon
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread()
+    ):
+        time.sleep(0.005)

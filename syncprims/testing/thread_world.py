@@ -29,7 +29,7 @@ from syncprims.interface import Backend, Settings, Topology
 from .errors import Killed, WorldAborted
 from .faults import FaultTarget, Join, current_target
 from .outcomes import RankOutcome, WorldRun, trim_stack
-from .probe import Probe, ProbedBackend
+from .probe import Probe, probe_backend
 from .rank_threads import threads_belong_to_ranks, wake
 from .scheduler import RankThread, Scheduler
 from .world_spec import RankOutput, WorldSpec, capture_ranks, set_writer
@@ -209,7 +209,7 @@ class ThreadWorld:
             self._spec.faults,
             on_post=lambda rank, call: self._run.trace.append((rank, call)),
         )
-        return ProbedBackend(backend, probe)
+        return probe_backend(backend, probe)
 
     def _break_standstill(self) -> bool:
         """Abort the waits of ranks that wait for each other; return whether there are any.

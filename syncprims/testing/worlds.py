@@ -78,9 +78,9 @@ def run_once(spec: WorldSpec) -> WorldRun:
     output = test_context.get().make_output()
     if spec.kind == "threads":
         return run_threads(spec, output)
-    from .process_world import ProcessWorld  # imports much that worlds of threads do not need
+    from .process_world import run_processes  # imports much that worlds of threads do not need
 
-    return ProcessWorld(spec, output).run()
+    return run_processes(spec, output)
 
 
 # -- many schedules --------------------------------------------------------------------------------
