@@ -46,6 +46,7 @@ from syncprims.errors import (
     ConcurrentCall,
     ConfigurationError,
     EncodingError,
+    Evicted,
     Failure,
     ForkedProcess,
     PeerFailed,
@@ -68,8 +69,8 @@ __all__ = [  # noqa: RUF022 - in the order of the reference
     "reform", "Change", "hand_over",
     "Trigger", "set_trigger", "check_trigger", "print_main", "progress", "get_logger",
     "SyncError", "Failure", "ConfigurationError", "BackendUnavailable", "CollectiveMismatch",
-    "RankMismatch", "SyncTimeout", "PeerLost", "PeerFailed", "EncodingError", "WorldClosed",
-    "ForkedProcess", "ConcurrentCall", "CheckpointError", "SyncWarning",
+    "RankMismatch", "SyncTimeout", "PeerLost", "PeerFailed", "Evicted", "EncodingError",
+    "WorldClosed", "ForkedProcess", "ConcurrentCall", "CheckpointError", "SyncWarning",
 ]  # fmt: skip
 
 __version__: str  #: the installed release

@@ -166,6 +166,10 @@ class PeerLost(SyncError, ConnectionError):
         )
 
 
+class Evicted(SyncError, ConnectionError):
+    """The other hosts have gone on without this one, in a `reform` that it did not reach."""
+
+
 class PeerFailed(SyncError, RuntimeError):
     """A rank raised; :attr:`failures` has its exception's type, message and traceback."""
 

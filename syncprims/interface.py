@@ -559,6 +559,12 @@ class Backend(ABC):
         Optional, as :attr:`has_process_group` says. What it opens, :meth:`close` closes.
         """
 
+    def abort_process_group(self) -> None:  # noqa: B027 - optional
+        """End what :meth:`open_process_group` has opened; other ranks that wait in it raise.
+
+        Optional. It waits for no rank. `reform` calls it before the next epoch.
+        """
+
     def publish(self, word: bytes) -> None:  # noqa: B027 - optional
         """Publish `word`, of at most 4 KB, to the other ranks in place of the one before.
 

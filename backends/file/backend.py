@@ -83,8 +83,8 @@ class FileBackend(Backend):
             except BaseException:
                 self._base.close()
                 raise
-        self.slots = self._slots = FileSlots(
-            self.liveness, size, self._begin_epoch, elastic=settings.elastic
+        self.slots = self.file_slots = FileSlots(
+            self.liveness, size, self.begin_epoch, elastic=settings.elastic
         )
 
     @classmethod
@@ -127,7 +127,7 @@ class FileBackend(Backend):
 
     def board(self, members: Sequence[int], name: str = "") -> SharedMemoryBoard:
         """Return the board of `members`, creating it if this is the first of them."""
-        slots = [self._slots.members[rank] for rank in members]
+        slots = [self.file_slots.members[rank] for rank in members]
         return self.open_board(members, name, self.file_of(members, name), slots, members)
 
     def close_board(self, board: Board) -> bool:
@@ -137,9 +137,9 @@ class FileBackend(Backend):
 
     def file_of(self, members: Sequence[int], name: str) -> str:
         """Return the file of the board of `members`: a new one after each that was closed."""
-        first = board_file(members, name, 0, self._slots.epoch)
+        first = board_file(members, name, 0, self.file_slots.epoch)
         closed = self._closed[first]
-        return board_file(members, name, closed, self._slots.epoch) if closed else first
+        return board_file(members, name, closed, self.file_slots.epoch) if closed else first
 
     def release(self, members: Sequence[int], board: Board) -> None:
         """Close `board`, this host's part of that of `members`.
@@ -150,7 +150,7 @@ class FileBackend(Backend):
         self._boards.remove(board)
         board.close()
         file = self.file_of(members, board.name)
-        self._closed[board_file(members, board.name, 0, self._slots.epoch)] += 1
+        self._closed[board_file(members, board.name, 0, self.file_slots.epoch)] += 1
         # Without room or lock they are removed with the world.
         with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:
             directory.write(f"{file}-left-{board.rank}", b"")
@@ -220,9 +220,11 @@ class FileBackend(Backend):
 
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`."""
-        return self.liveness.published(self._slots.members[rank])
+        return self.liveness.published(self.file_slots.members[rank])
 
-    def _begin_epoch(self, epoch: int, topology: Topology) -> None:
+    def begin_epoch(
+        self, epoch: int, topology: Topology, description: WorldDescription | None = None
+    ) -> None:
         """Close all boards; those of this epoch have other files, and the others' are removed."""
         for board in self._boards:
             board.close()
@@ -230,18 +232,22 @@ class FileBackend(Backend):
         self._closed.clear()
         self.topology = topology
         self.publish(b"")
+        size = topology.world_size
+        self._description = (description or self._description)._replace(
+            slots=self.file_slots.members
+        )
+        if description is None:
+            self._description = self._description._replace(
+                world_size=size, ranks=format_ranks(range(size))
+            )
         if topology.rank == 0:  # what it cannot remove now goes with the world
             with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:
                 ours = board_prefix(epoch)
                 for name in directory.names():
                     if name.startswith(board_prefix()) and not name.startswith(ours):
                         directory.remove(name)
-                ranks = format_ranks(range(topology.world_size))
-                about = self._description._replace(
-                    world_size=topology.world_size, ranks=ranks, slots=self._slots.members
-                )
                 directory.remove(DESCRIPTION)
-                describe(directory, DESCRIPTION, about)
+                describe(directory, DESCRIPTION, self._description)
 
     def abandon(self) -> None:
         """Close slot and boards in a forked child."""

@@ -33,7 +33,7 @@ class FileSlots(Slots):
         self.most = size
         self.open = elastic
         self._liveness = liveness
-        self._begin_epoch = begin_epoch
+        self.begin_epoch = begin_epoch  #: opens the boards of an epoch
         self._next = size  # the first slot that may wait to join
 
     def publish_call(self, call: bytes) -> None:
@@ -89,7 +89,7 @@ class FileSlots(Slots):
         """Close all boards, and remove their files on the first rank."""
         self._next = max(self._next, *self.members)
         self.epoch = epoch
-        self._begin_epoch(epoch, topology)
+        self.begin_epoch(epoch, topology)
 
     def now(self) -> float:
         """Return the time of the boards."""

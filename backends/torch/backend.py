@@ -26,6 +26,7 @@ from .decisions import MemberEnd, read_key
 from .engines import DefaultGroup, GlooEngine, NcclEngine
 from .host_state import BEATS, Heartbeat
 from .rendezvous import HostGroup, JoinWarning, Placement, Rendezvous, unreachable
+from .slots import HostSlots
 from .store import (
     TRY_AGAIN,
     StoreEndpoint,
@@ -67,6 +68,7 @@ class TorchBackend(Backend):
         self._published: dict[int, tuple[float, bytes]] = {}  # by ranks of other hosts, and when
         self._finished_since: dict[int, float] = {}  # ranks of this host
         self._ends_published: set[tuple[int, TwoLevelBoard]] = set()
+        self._hosts: HostSlots | None = None  # if there are other hosts
         self._default = DefaultGroup()
         self._endpoint = find_store(topology, settings) if topology.world_size > 1 else None
         self._links: tuple[StoreLink, ...] = ()
@@ -77,13 +79,19 @@ class TorchBackend(Backend):
             self._placement = Placement(run_id or "", [host])
             self.host = host.name
             place = topology._replace(run_id=run_id)
-            self._local = FileBackend(place, settings, self._description(ranks))
+            self._join_here(place, ranks)
             return
         try:
             self._join(self._endpoint)
         except BaseException:
             self._release()
             raise
+
+    def _join_here(self, place: Topology, ranks: Sequence[int]) -> None:
+        """Join the ranks of this host, which are all there are."""
+        self._local = FileBackend(place, self.settings, self._description(ranks))
+        self.slots = self._local.file_slots
+        self._local.file_slots.begin_epoch = self._begin_epoch
 
     @classmethod
     def check(cls, topology: Topology, settings: Settings) -> None:
@@ -146,8 +154,7 @@ class TorchBackend(Backend):
         slot, count = ranks.index(top.rank), len(ranks)
         self.host = str(host)
         if len(placement.hosts) == 1:
-            place = top._replace(run_id=placement.token)
-            self._local = FileBackend(place, settings, self._description(ranks))
+            self._join_here(top._replace(run_id=placement.token), ranks)
             self._close_links()
             return
         run_id = f"{placement.token}-{host}"
@@ -157,13 +164,16 @@ class TorchBackend(Backend):
             heartbeat = Heartbeat(placement.token, host, settings.heartbeat)
             self._connection = HostConnection(
                 self._local.liveness,
+                self._local.file_slots,
                 placement,
                 host,
+                placement.host_of[0],
                 endpoint,
                 *links,
                 heartbeat,
                 StoreProbe(endpoint, settings.heartbeat),
             )
+            self.slots = self._hosts = HostSlots(top.rank, self._connection, self._begin_epoch)
             try:
                 links[0].ask(heartbeat.beat, settings.join_timeout)
             except StoreGone as error:
@@ -196,7 +206,7 @@ class TorchBackend(Backend):
             return self._local.board(members, name)
         here = self._connection.ranks
         local = [rank for rank in members if rank in here]
-        slots = [here.index(rank) for rank in local]
+        slots = [self._local.file_slots.members[here.index(rank)] for rank in local]
         file = self._local.file_of(members, name)
         if len(local) == len(members):
             return self._local.open_board(local, name, file, slots, members)
@@ -245,17 +255,52 @@ class TorchBackend(Backend):
         top = self.topology
         connection = self._connection
         if connection is not None:
-            prefix = f"{self._placement.token}/default"
+            prefix = f"{self._placement.token}/default-{self._local.file_slots.epoch}"
             store = dist.PrefixStore(prefix, connection.endpoint.connect())
         else:
             with self._local.locked_directory() as directory:
-                path = directory.path / "default-group"
+                path = directory.path / f"default-group-{self._local.file_slots.epoch}"
             store = dist.FileStore(str(path), top.world_size)
         device: int | None = None
         if self._may_use_nccl(range(len(self._placement.hosts))):
             cuda = torch.cuda
             device = own_device_index(cuda.current_device(), cuda.device_count(), top.local_rank)
         self._default.open(store, top, device)
+
+    def abort_process_group(self) -> None:
+        """End torch's default group, if this has opened it."""
+        self._default.abort()
+
+    def _begin_epoch(self, epoch: int, topology: Topology) -> None:
+        """Close all boards, and number the ranks of each host anew."""
+        for board in self._boards:
+            board.close()
+        self._boards.clear()
+        self._published.clear()
+        self.topology = topology
+        connection, hosts = self._connection, self._hosts
+        if connection is None or hosts is None:
+            (group,) = self._placement.hosts
+            ranks = list(range(topology.world_size))
+            self._placement = Placement(self._placement.token, [group._replace(ranks=ranks)])
+            self._local.begin_epoch(epoch, topology)
+            return
+        number = connection.host
+        of_rank = [hosts.host_of[slot] for slot in hosts.members]
+        groups = [
+            group._replace(ranks=[rank for rank, host in enumerate(of_rank) if host == n])
+            for n, group in enumerate(self._placement.hosts)
+        ]
+        ranks = groups[number].ranks
+        self._local.file_slots.members = tuple(hosts.here.index(hosts.members[r]) for r in ranks)
+        self._local.file_slots.epoch = epoch
+        self._placement = Placement(self._placement.token, groups)
+        self._connection = connection._replace(placement=self._placement)
+        slot, count = ranks.index(topology.rank), len(ranks)
+        here = Topology(
+            slot, count, slot, count, 0, 1, topology.launcher, self._local.topology.run_id
+        )
+        self._local.begin_epoch(epoch, here, self._description(ranks))
 
     # -- published words ------------------------------------------------------------------------
 
@@ -290,35 +335,34 @@ class TorchBackend(Backend):
         return self._published[rank][1]
 
     def _key(self, what: str, rank: int) -> str:
-        return f"{self._placement.token}/{what}/{rank}"
+        assert self._hosts is not None
+        return self._hosts.key(what, self._hosts.members[rank])
 
     # -- the link's thread ----------------------------------------------------------------------
 
     def _beat(self, store: Any) -> None:
         """Send this host's heartbeat, and publish the end of ranks that died on it."""
-        connection = self._connection
-        if connection is None:
+        connection, hosts = self._connection, self._hosts
+        if connection is None or hosts is None:
             return
         connection.heartbeat.beat(store)
-        for slot, rank in enumerate(connection.ranks):
+        for slot, of_world in enumerate(hosts.here):
             state = connection.liveness.peek(slot)
-            if rank != self.topology.rank and state == "lost":
-                self._publish_end_of(store, rank, "lost")
-                self._note_left(store, rank)
+            if of_world != hosts.own and state == "lost":
+                self._publish_end_of(store, slot, "lost")
+                store.set(hosts.key("left", of_world), "")
             elif state == "finished":
-                since = self._finished_since.setdefault(rank, time.monotonic())
+                since = self._finished_since.setdefault(slot, time.monotonic())
                 if time.monotonic() - since >= _EXIT_GRACE:
-                    self._publish_end_of(store, rank, "finished")
+                    self._publish_end_of(store, slot, "finished")
 
-    def _publish_end_of(self, store: Any, rank: int, state: State) -> None:
-        """Publish to the other hosts how a rank of this one has ended."""
-        for board in self._boards:
-            if rank in board.local.members and (rank, board) not in self._ends_published:
-                self._ends_published.add((rank, board))
+    def _publish_end_of(self, store: Any, slot: int, state: State) -> None:
+        """Publish to the other hosts how the rank with this liveness slot has ended."""
+        for board in list(self._boards):
+            rank = board.local_slots.get(slot)
+            if rank is not None and (slot, board) not in self._ends_published:
+                self._ends_published.add((slot, board))
                 board.publish_end(store, MemberEnd(rank, board.local.rounds_of(rank), state))
-
-    def _note_left(self, store: Any, rank: int) -> None:
-        store.set(self._key("left", rank), "")
 
     # -- leaving --------------------------------------------------------------------------------
 
@@ -328,14 +372,15 @@ class TorchBackend(Backend):
         normally = failure is None and not (
             self._local.is_broken() or any(board.is_broken for board in self._boards)
         )
-        if connection is not None:
+        if connection is not None and self._hosts is not None:
+            hosts = self._hosts
             with contextlib.suppress(StoreGone, RuntimeError):
                 connection.requests.ask(
-                    lambda store: self._publish_end(store, connection, failure), _LEAVING
+                    lambda store: self._publish_end(store, hosts, failure), _LEAVING
                 )
-            if connection.endpoint.served_by_rank_0 and self.topology.rank == 0:
+            if connection.endpoint.served_by_rank_0 and hosts.own == 0:
                 with contextlib.suppress(StoreGone, RuntimeError):
-                    self._await_others(connection, failed=failure is not None)
+                    self._await_others(connection, hosts, failed=failure is not None)
         self._close_links()
         for board in self._boards:
             board.close()
@@ -347,37 +392,37 @@ class TorchBackend(Backend):
             self._local.close(failure)
             self._release()
 
-    def _publish_end(self, store: Any, connection: HostConnection, failure: bytes | None) -> None:
-        liveness, ranks = connection.liveness, connection.ranks
-        rank = self.topology.rank
-        mates = [slot for slot, other in enumerate(ranks) if other != rank]
+    def _publish_end(self, store: Any, hosts: HostSlots, failure: bytes | None) -> None:
+        liveness = self._local.liveness
+        mates = [slot for slot in range(len(hosts.here)) if slot != liveness.rank]
         if failure is None and any(liveness.peek(slot) == "alive" for slot in mates):
             # They see how this process ends, which it does not know itself: with which exit code.
-            self._note_left(store, rank)
+            store.set(hosts.key("left", hosts.own), "")
             return
         for slot in mates:
             if liveness.peek(slot) == "finished":  # and no rank will be here to publish it
-                self._publish_end_of(store, ranks[slot], "finished")
+                self._publish_end_of(store, slot, "finished")
         state: State = "finished" if failure is None else "failed"
         for board in self._boards:
-            end = MemberEnd(rank, board.posted, state, failure=(failure or b"").decode())
-            board.publish_end(store, end)
-        self._note_left(store, rank)
+            text = (failure or b"").decode()
+            board.publish_end(
+                store, MemberEnd(self.topology.rank, board.posted, state, failure=text)
+            )
+        store.set(hosts.key("left", hosts.own), "")
 
-    def _await_others(self, connection: HostConnection, *, failed: bool) -> None:
+    def _await_others(self, connection: HostConnection, hosts: HostSlots, *, failed: bool) -> None:
         """Return when every other rank has left, or is on a host that is gone.
 
         :raises StoreGone: if there is no store any more.
         """
-        own, here, heartbeat = self.topology.rank, connection.host, connection.heartbeat
-        host_of = connection.placement.host_of
-        left = [rank for rank in host_of if rank != own]
+        here, heartbeat, host_of = connection.host, connection.heartbeat, hosts.host_of
+        left = [slot for slot in hosts.members if slot != hosts.own]
         begin = warned = time.monotonic()
 
         def look(store: Any) -> list[int]:
-            still = [rank for rank in left if not store.check([self._key("left", rank)])]
-            heartbeat.look(store, {host_of[rank] for rank in still} - {here})
-            return [r for r in still if heartbeat.silence(host_of[r]) < heartbeat.limit]
+            still = [slot for slot in left if not store.check([hosts.key("left", slot)])]
+            heartbeat.look(store, {host_of[slot] for slot in still} - {here})
+            return [s for s in still if heartbeat.silence(host_of[s]) < heartbeat.limit]
 
         while True:
             left = connection.requests.ask(look, heartbeat.limit)
@@ -387,7 +432,8 @@ class TorchBackend(Backend):
             if now - warned > self.settings.warn_after:
                 warned = now
                 logging.getLogger("syncprims").warning(
-                    f"rank {own} has finished, and stays on to serve the store of ranks {left[:8]}"
+                    f"rank {self.topology.rank} has finished, and stays on to serve the store of "
+                    f"ranks {[hosts.members.index(slot) for slot in left[:8]]}"
                 )
             time.sleep(min(0.2, 0.005 + (now - begin) / 10))
 

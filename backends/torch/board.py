@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from ..file.board import SharedMemoryBoard
     from ..file.liveness import Liveness
+    from ..file.slots import FileSlots
     from .host_state import Heartbeat
     from .rendezvous import Placement
     from .store import StoreEndpoint, StoreLink, StoreProbe
@@ -49,8 +50,10 @@ class HostConnection(NamedTuple):
     """What connects the boards of one rank with its host and with the store."""
 
     liveness: Liveness
+    slots: FileSlots  #: of the ranks of this host
     placement: Placement
     host: int  #: this one
+    store_host: int  #: that of the rank that serves the store, if one does
     endpoint: StoreEndpoint
     requests: StoreLink  #: for what the store answers at once
     waits: StoreLink  #: for waiting
@@ -59,12 +62,12 @@ class HostConnection(NamedTuple):
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of this host, by liveness slot."""
+        """The ranks of this host; that with index `n` has liveness slot ``slots.members[n]``."""
         return self.placement.hosts[self.host].ranks
 
     def wake_host(self) -> None:
         """Wake all ranks of this host that sleep, this one included."""
-        for slot in range(len(self.ranks)):
+        for slot in self.slots.members:
             self.liveness.doorbell.wake(slot)
 
 
@@ -84,6 +87,8 @@ class TwoLevelBoard(Board):
         """Open the board in `file`; under the run's lock."""
         super().__init__(members, local.name)
         self.local = local  #: of the members on this host
+        #: Of these, the rank of each liveness slot.
+        self.local_slots = dict(zip(local.slots, local.members, strict=True))
         count, index = len(local.members), local.members.index(local.rank)
         self._state = HostState(connection.liveness, file, count, index)
         self._connection = connection
@@ -305,7 +310,7 @@ class TwoLevelBoard(Board):
                 f"off, or all its ranks are stopped, or in C code that holds Python's lock "
                 f"(SYNCPRIMS_HEARTBEAT allows more)"
             )
-        store_host = connection.placement.host_of[0]
+        store_host = connection.store_host
         if store_host not in (host, connection.host) and store_host in self._hosts:
             return ""  # nothing is known of it: the store is on another host that is unreachable
         store = f"the store at {connection.endpoint.address}, which leads to host {name},"

@@ -16,8 +16,10 @@ import math
 import os
 import select
 import socket
+import stat
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy
@@ -301,6 +303,7 @@ class DefaultGroup:
 
     def __init__(self) -> None:
         self._opened = False
+        self._sockets: set[tuple[int, int]] = set()
 
     def open(self, store: Any, topology: Topology, device: int | None) -> None:
         """Open the group: Gloo's, and if a CUDA device is given, NCCL's for that device."""
@@ -308,7 +311,9 @@ class DefaultGroup:
         if device is not None:
             options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", device)}
         options |= {"store": store, "rank": topology.rank, "world_size": topology.world_size}
+        before = _open_sockets()
         dist.init_process_group(**options, timeout=_LONG)
+        self._sockets = _open_sockets() - before
         self._opened = True
 
     def close(self, *, normally: bool) -> None:
@@ -317,10 +322,36 @@ class DefaultGroup:
         if opened and dist.is_initialized() and (normally or _keep_gloo()):
             dist.destroy_process_group()
 
+    def abort(self) -> None:
+        """End the group, and every wait of its members in it; wait for none of them."""
+        opened, self._opened = self._opened, False
+        if not opened or not dist.is_initialized():
+            return
+        # Gloo has no such call, and its connections live as long as a model that DDP has wrapped.
+        for fd, _ in self._sockets & _open_sockets():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                connection.getpeername()  # there is none: it is the one that Gloo listens at
+                connection.shutdown(socket.SHUT_RDWR)
+        if _keep_gloo():
+            dist.destroy_process_group()
+        else:  # NCCL's call, for which torch has no public name
+            dist.distributed_c10d._abort_process_group()
+
     def abandon(self) -> None:
         """Leave the group to the parent, in a forked child: Gloo's threads are not there to end."""
         if self._opened and dist.is_initialized():
             _keep_gloo()
+
+
+def _open_sockets() -> set[tuple[int, int]]:
+    """Return the sockets that this process has: descriptors, and what identifies each."""
+    found: set[tuple[int, int]] = set()
+    for fd in [int(path.name) for path in Path("/dev/fd").iterdir()]:
+        with contextlib.suppress(OSError):  # it was that of the directory
+            status = os.fstat(fd)
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((fd, status.st_ino))
+    return found
 
 
 def _keep_gloo() -> bool:

@@ -23,6 +23,7 @@ from syncprims import errors
 from syncprims._protocol.call_site import describe_call
 from syncprims.errors import (
     BackendUnavailable,
+    Evicted,
     PeerFailed,
     PeerLost,
     SyncError,
@@ -74,8 +75,8 @@ def reform(world: World, min_ranks: int, timeout: float | None) -> Change:
     if slots is None:
         raise BackendUnavailable(
             f"reform() does not work on backend {world.backend_name!r}: restart the run from a "
-            f"checkpoint, as `syncprims run --max-restarts` does. On one host, the backend 'file' "
-            f"supports it"
+            f"checkpoint, as `syncprims run --max-restarts` does. The backends 'file' and 'torch' "
+            f"support it"
         )
     if world.decided is None:  # all ranks have met in this world
         members = [(slot, rank, 0) for rank, slot in enumerate(slots.members)]
@@ -195,6 +196,14 @@ class _Vote:
             slots.wait(lambda: not self._absent() or self._decided(), seconds, self._absent())
         if isinstance(decision, SyncError):
             raise decision
+        if slots.own not in decision.slots:  # only between hosts: one cut off has come back
+            raise Evicted(
+                f"{self._call} came too late: the other ranks have made a new world without this "
+                f"host, whose heartbeat they missed. End this process; to go on with its state "
+                f"would be a second run",
+                rank=self._world.rank,
+                call=self._call,
+            )
         return decision
 
     def _decided(self) -> bool:

@@ -456,6 +456,7 @@ def leave_rounds(world: World, error: SyncError) -> SyncError:
     A rank that waits in one of them for this rank raises it.
     """
     verdict = errors.dump(error)
+    world._backend.abort_process_group()
     groups = [g for g in world._groups.values() if g is not world.group and world.rank in g.ranks]
     for rounds in (*world._named, *map(rounds_of, groups)):
         rounds.abort(verdict)

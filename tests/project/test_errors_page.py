@@ -128,7 +128,8 @@ def masked(text: str, folder: str) -> str:
 def test_every_class_of_error_has_an_example() -> None:
     things = vars(syncprims).values()
     kinds = {t for t in things if isinstance(t, type) and issubclass(t, syncprims.SyncError)}
-    named = {example.error for example in EXAMPLES} | {"SyncError"}
+    # To be evicted takes several hosts: it is tried with the torch backend.
+    named = {example.error for example in EXAMPLES} | {"SyncError", "Evicted"}
     assert sorted({kind.__name__ for kind in kinds} - named) == []
 
 

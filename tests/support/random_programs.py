@@ -306,8 +306,10 @@ class Hurt(Exception):
 def in_thread(call: Callable[[], Any]) -> Any:
     """Make a call in a thread that this one joins."""
     outcome: Future[Any] = Future()
+    started = threading.Event()
 
     def run() -> None:
+        started.wait()  # a signal's handler that raises within start() would break Python's own
         try:
             outcome.set_result(call())
         except BaseException as error:
@@ -315,6 +317,7 @@ def in_thread(call: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run)
     thread.start()
+    started.set()
     thread.join()
     return outcome.result()
 
@@ -498,9 +501,8 @@ class _Rank:
                 self._raise()
             sent = value(self._plan.seed, step, number, self._rank)
             self._record(number, "enter", shown(sent))
-            self._armed = True
-            call = functools.partial(make_call, step, sent, self._triggers)
             way = self._plan.ways.get((self._rank, number))
+            call = functools.partial(self._call, step, sent, way)
             try:
                 got = _WAYS[way](call) if way else call()
             except sp.SyncError as error:
@@ -510,6 +512,11 @@ class _Rank:
                 return
             self._armed = False
             self._record(number, "exit", got)
+
+    def _call(self, step: Step, sent: Any, way: str | None) -> Any:
+        # An exception of a signal's handler breaks Python's own pools and loops.
+        self._armed = way in (None, "thread")
+        return make_call(step, sent, self._triggers)
 
     def _ask_again(self, number: int) -> None:
         try:

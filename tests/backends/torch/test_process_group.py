@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.rank_worlds import Kind, Ranks, Scripts, Signs
+from support.rank_worlds import Died, Kind, Ranks, Scripts, Signs, served_store
 
 import syncprims as sp
 from syncprims._system.host import free_port
@@ -47,6 +47,44 @@ def test_it_is_opened_once_and_ends_with_its_world(hosts: int, meeting_place: Pa
     world = Ranks(Kind("torch", 4, hosts=hosts), meeting_place)
     assert world.run_alone(program) == [[(True, True), [6.0, 6.0], False] * 2] * 4
     world.check_nothing_left()
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("victim", [0, 4])
+def test_ddp_goes_on_in_a_new_group_after_a_loss(
+    hosts: int, victim: int, meeting_place: Path
+) -> None:
+    """Ranks that wait in Gloo's own calls for one that has left raise, and come, too."""
+
+    def program() -> Any:
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        sp.current().open_process_group()
+        torch.manual_seed(0)
+        model: Any = DistributedDataParallel(torch.nn.Linear(4, 4))
+        steps = 0
+        while steps < 6:
+            try:
+                if sp.current().epoch == 0 and (sp.get_rank(), steps) == (victim, 3):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                model.zero_grad()
+                model(torch.ones(1, 4) * sp.get_rank()).sum().backward()
+                steps += 1
+            except (sp.PeerLost, sp.PeerFailed, RuntimeError):
+                change = sp.reform()
+                sp.current().open_process_group()
+                steps = sp.hand_over([steps], change)[0]
+                model = DistributedDataParallel(model.module)
+        return sp.all_gather([steps, *next(model.parameters()).grad.ravel().tolist()])
+
+    with served_store() as store:  # that outlives rank 0
+        variables = store.variables if hosts > 1 else {}
+        results = Ranks(Kind("torch", 6, hosts), meeting_place).outcomes(
+            program, start=True, **variables
+        )
+    assert isinstance(results.pop(victim), Died)
+    assert results == [[[6, *[2.0] * 16]] * 5] * 5  # the mean of what ranks 0 to 4 have
 
 
 @pytest.mark.parametrize(("engine", "sees", "chosen"), [

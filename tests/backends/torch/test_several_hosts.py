@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -206,6 +208,90 @@ def test_a_link_between_two_of_three_hosts_is_named(used: bool, tmp_path: Path) 
         kind, text = verdict
         assert kind == "PeerLost None"
         assert re.match("hosts host[12] and host[12] do not reach each other, in all_reduce", text)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(24))
+def test_a_link_that_is_cut_at_any_moment_has_one_verdict(seed: int, tmp_path: Path) -> None:
+    dice = random.Random(seed)
+    alone = dice.choice((None, 1, 2))  # the host that nobody reaches
+    items = 100_000 if alone is None else dice.choice((1, 100_000))
+    with network(3, 1, tmp_path) as net:
+        net.run(
+            """
+            import torch
+            barrier("begin")
+            report("begun")
+            number = 0
+            try:
+                while True:
+                    total = all_reduce(torch.full((int(os.environ["ITEMS"]),), number + rank))
+                    assert (total == 3 * number + 3).all()
+                    number += 1
+            except SyncError as error:
+                report("end", f"{number} {type(error).__name__} {error}")
+            os._exit(0)
+            """,
+            ITEMS=str(items),
+            SYNCPRIMS_HEARTBEAT="2",
+        )
+        net.await_reports(*(f"begun-{rank}" for rank in range(3)))
+        time.sleep(dice.uniform(0, 0.5))  # this is the moment of the seed
+        if alone is None:
+            net.cut_between(*net.hosts[1:])
+        else:
+            net.cut(net.hosts[alone])
+        await_ends(net, 0, 1, 2)
+        ends = {rank: net.report_of(rank) for rank in range(3)}
+    own = ends.pop(alone) if alone else ""
+    (verdict,) = set(ends.values())
+    names = "host[12] and host[12]" if alone is None else f".*host{alone}.*"
+    assert re.search(f"PeerLost hosts {names} do not reach each other|host host{alone}", verdict)
+    if alone:
+        number = int(own.split()[0])
+        assert own.split()[1] == "PeerLost"
+        assert abs(number - int(verdict.split()[0])) <= 1
+
+
+def test_the_others_go_on_without_a_host_that_is_cut_off(tmp_path: Path) -> None:
+    with network(2, 2, tmp_path) as net:
+        net.run(
+            """
+            import torch
+            barrier("begin")
+            report("begun")
+            try:
+                while True:
+                    all_reduce(torch.ones(100_000))
+            except PeerLost:
+                pass
+            while True:
+                try:
+                    change = reform()
+                    total = all_reduce(torch.ones(100_000))[0].item()
+                    report("end", json.dumps([change.members, change.lost, total]))
+                    while not (folder / "over").exists():
+                        time.sleep(0.01)
+                    break
+                except BackendUnavailable as error:
+                    report("alone", error)
+                except Evicted as error:
+                    report("end", error)
+                    os._exit(0)
+            """,
+            SYNCPRIMS_HEARTBEAT="2",
+        )
+        net.await_reports(*(f"begun-{rank}" for rank in range(4)))
+        net.cut(net.hosts[1])
+        net.await_reports("end-0", "end-1", "alone-2", "alone-3")
+        for rank in (0, 1):
+            assert json.loads(net.report_of(rank)) == [[0, 1], [2, 3], 2.0]
+        assert "does not reach the store" in (tmp_path / "alone-2").read_text()
+        net.mend(net.hosts[1])
+        net.await_reports("end-2", "end-3")
+        assert "without this host, whose heartbeat they missed" in net.report_of(2)
+        (tmp_path / "over").touch()
+        assert net.wait()[0].code == 0
 
 
 def test_a_late_rank_of_another_host_is_named(tmp_path: Path) -> None:
