@@ -92,7 +92,6 @@ def run_processes(spec: WorldSpec, output: RankOutput | None) -> WorldRun:
                 for worker in workers:
                     for stream in ("stdout", "stderr"):
                         output.write(worker.outcome.rank, stream, worker.read(stream))
-                output.close()
     return run
 
 

@@ -54,32 +54,38 @@ rank_threads: ContextVar[RankThreads | None] = ContextVar("syncprims_rank_thread
 _start, _submit = threading.Thread.start, ThreadPoolExecutor.submit
 
 
-class _Replacement:
-    """Replaces the functions of Python that start threads, while any world needs that."""
+class Replacement:
+    """Replaces attributes of modules and classes while any world needs that.
 
-    def __init__(self) -> None:
+    `find` returns their owners, their names, and what replaces them.
+    """
+
+    def __init__(self, find: Callable[[], list[tuple[Any, str, Any]]]) -> None:
+        self._find = find
         self._lock = threading.Lock()
         self._worlds = 0
+        self._before: list[tuple[Any, str, Any]] = []
 
     @contextlib.contextmanager
     def __call__(self) -> Generator[None]:
-        """Return a context in which threads belong to the ranks that start them."""
-        self._count(1)
+        """Return a context in which they are replaced."""
+        with self._lock:
+            if not self._worlds:
+                new = self._find()
+                self._before = [(owner, name, getattr(owner, name)) for owner, name, _ in new]
+                self._set(new)
+            self._worlds += 1
         try:
             yield
         finally:
-            self._count(-1)
+            with self._lock:
+                self._worlds -= 1
+                if not self._worlds:
+                    self._set(self._before)
 
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._worlds += change
-            thread: Any = threading.Thread
-            pool: Any = ThreadPoolExecutor
-            thread.start = _start_in_rank if self._worlds else _start
-            pool.submit = _submit_in_rank if self._worlds else _submit
-
-
-threads_belong_to_ranks = _Replacement()
+    def _set(self, attributes: list[tuple[Any, str, Any]]) -> None:
+        for owner, name, value in attributes:
+            setattr(owner, name, value)
 
 
 def _start_in_rank(self: threading.Thread) -> None:
@@ -102,6 +108,15 @@ def _submit_in_rank(
     if rank_threads.get() is None:
         return _submit(self, fn, *args, **kwargs)
     return _submit(self, contextvars.copy_context().run, fn, *args, **kwargs)
+
+
+#: Threads belong to the ranks that start them, and tasks of a pool to those that submit them.
+threads_belong_to_ranks = Replacement(
+    lambda: [
+        (threading.Thread, "start", _start_in_rank),
+        (ThreadPoolExecutor, "submit", _submit_in_rank),
+    ]
+)
 
 
 def wake(thread: threading.Thread) -> None:

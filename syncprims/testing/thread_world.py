@@ -32,7 +32,7 @@ from .outcomes import RankOutcome, WorldRun, trim_stack
 from .probe import Probe, probe_backend
 from .rank_threads import threads_belong_to_ranks, wake
 from .scheduler import RankThread, Scheduler
-from .world_spec import RankOutput, WorldSpec, capture_ranks, set_writer
+from .world_spec import RankOutput, WorldSpec, capture_ranks, current_writer
 
 if TYPE_CHECKING:
     from .torch_worlds import TorchThreads
@@ -137,7 +137,7 @@ class ThreadWorld:
         with (
             threads_as_ranks(),
             threads_belong_to_ranks(),
-            capture_ranks(self._output),
+            capture_ranks(),
             _one_processor(self._spec.seed.number),
             self._torch.serve() if self._torch else contextlib.nullcontext(),
         ):
@@ -181,7 +181,7 @@ class ThreadWorld:
         spec, outcome = self._spec, self._outcomes[rank]
         entered.set(())
         current_target.set(_ThreadTarget(self, outcome))
-        set_writer(self._output, rank)
+        current_writer.set(None if self._output is None else (self._output, rank))
         fn = self._torch.as_rank(spec.fn) if self._torch else spec.fn
         try:
             with contextlib.suppress(WorldAborted):

@@ -5,21 +5,21 @@ The test also decides where ranks print: what they print is separated by rank.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import random
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, TextIO, cast
+from typing import Any, Literal, NamedTuple
 
 from syncprims._protocol.validation import require, seconds
 from syncprims.errors import BackendUnavailable, install
 
 from .faults import Fault, Join
+from .rank_threads import Replacement
 from .scheduler import Seed
 
 Kind = Literal["threads", "processes"]
@@ -49,7 +49,8 @@ class PrefixedOutput(RankOutput):
 
     def __init__(self) -> None:
         super().__init__()
-        self._targets: dict[str, TextIO] = {name: getattr(sys, name) for name in _STREAMS}
+        streams = {name: getattr(sys, name) for name in _STREAMS}
+        self._targets = {name: getattr(of, "replaced", of) for name, of in streams.items()}
 
     def write(self, rank: int, stream: str, text: str) -> None:
         """Print the lines that are complete."""
@@ -66,23 +67,23 @@ class PrefixedOutput(RankOutput):
 
 
 #: The rank that runs in this context, and the output of its world.
-_writer: ContextVar[tuple[RankOutput, int] | None] = ContextVar("syncprims_output", default=None)
+current_writer: ContextVar[tuple[RankOutput, int] | None] = ContextVar(
+    "syncprims_output", default=None
+)
 
 
 class _RankStream:
-    """Replaces ``sys.stdout``: text from ranks of one world goes to the world's output."""
+    """Replaces ``sys.stdout``: text from a rank goes to the output of its world."""
 
-    def __init__(self, name: str, output: RankOutput) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._output = output
         self.replaced: Any = getattr(sys, name)
-        self.closed_world = False
 
     def write(self, text: str) -> int:
-        writer = _writer.get()
-        if writer is None or writer[0] is not self._output:
+        writer = current_writer.get()
+        if writer is None:
             return int(self.replaced.write(text))
-        self._output.write(writer[1], self._name, text)
+        writer[0].write(writer[1], self._name, text)
         return len(text)
 
     def writelines(self, texts: Iterable[str]) -> None:
@@ -93,30 +94,8 @@ class _RankStream:
         return getattr(self.replaced, name)
 
 
-def set_writer(output: RankOutput | None, rank: int) -> None:
-    """Send what this context prints from now on to `output` as text of `rank`; None undoes it."""
-    _writer.set((output, rank) if output is not None else None)
-
-
-@contextlib.contextmanager
-def capture_ranks(output: RankOutput | None) -> Generator[None]:
-    """Return a context in which text from ranks goes to `output`; with None, nothing is done."""
-    if output is None:
-        yield
-        return
-    streams = {name: _RankStream(name, output) for name in _STREAMS}
-    for name, stream in streams.items():
-        setattr(sys, name, cast("TextIO", stream))
-    try:
-        yield
-    finally:
-        for name, stream in streams.items():
-            stream.closed_world = True
-            top = getattr(sys, name)
-            while isinstance(top, _RankStream) and top.closed_world:  # worlds may overlap
-                top = top.replaced
-            setattr(sys, name, top)
-        output.close()
+#: While worlds of threads run.
+capture_ranks = Replacement(lambda: [(sys, name, _RankStream(name)) for name in _STREAMS])
 
 
 # -- what the test decides -------------------------------------------------------------------------

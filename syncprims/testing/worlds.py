@@ -76,11 +76,15 @@ def run_world(
 def run_once(spec: WorldSpec) -> WorldRun:
     """Run one world, and return how it went, even if it failed."""
     output = test_context.get().make_output()
-    if spec.kind == "threads":
-        return run_threads(spec, output)
-    from .process_world import run_processes  # imports much that worlds of threads do not need
+    try:
+        if spec.kind == "threads":
+            return run_threads(spec, output)
+        from .process_world import run_processes  # imports much that worlds of threads do not need
 
-    return run_processes(spec, output)
+        return run_processes(spec, output)
+    finally:
+        if output is not None:
+            output.close()
 
 
 # -- many schedules --------------------------------------------------------------------------------

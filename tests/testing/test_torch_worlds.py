@@ -22,7 +22,7 @@ import torch.distributed.nn  # keeps the default group that there is at its impo
 from torch import nn
 
 import syncprims as sp
-from syncprims.testing import DeadlockError, run_world, sleep
+from syncprims.testing import DeadlockError, explore, run_world, sleep
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
@@ -309,6 +309,23 @@ def test_attributes_of_a_module_that_a_rank_imports_are_its_own() -> None:
 # -- threads of a rank, and profilers --------------------------------------------------------------
 
 
+def test_hooks_of_all_modules_are_a_ranks_own() -> None:
+    def body() -> int:
+        calls: list[object] = []
+        with nn.modules.module.register_module_forward_pre_hook(lambda *said: calls.append(said)):
+            sp.barrier()
+            nn.Linear(1, 1)(torch.ones(1))
+            sp.barrier()
+        nn.Linear(1, 1)(torch.ones(1))
+        return len(calls)
+
+    of_test: list[object] = []
+    with nn.modules.module.register_module_forward_pre_hook(lambda *said: of_test.append(said)):
+        assert run_world(body, 2, torch=True, seed=1) == [1, 1]
+    assert len(of_test) == 4
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
 def test_a_thread_that_its_rank_waits_for_acts_for_the_rank() -> None:
     def body() -> list[float]:
         dist.init_process_group("gloo")
@@ -418,30 +435,42 @@ def test_a_wait_in_the_store_ends_when_a_rank_fails(kind: Any) -> None:
         run_world(body, 2, torch=True, kind=kind)
 
 
-def poll(store: Any, how: str) -> bool:
-    """Return whether all three ranks have counted, as one of several calls says."""
-    if how == "get":
-        return int(store.get("count")) == 3
-    if how == "multi_get":
-        return int(store.multi_get(["count"])[0]) == 3
-    if how == "add":
-        return bool(store.add("count", 0) == 3)
-    if how == "compare_set":
-        return bool(store.compare_set("count", "no number", "0") == b"3")
-    return bool(store.check(["last"]))
+POLLS: list[Callable[[Any], bool]] = [
+    lambda store: int(store.get("count")) == 3,
+    lambda store: int(store.multi_get(["count"])[0]) == 3,
+    lambda store: store.add("count", 0) == 3,
+    lambda store: store.compare_set("count", "no number", "0") == b"3",
+    lambda store: store.check(["last"]),
+]
 
 
-@pytest.mark.parametrize("how", ["get", "multi_get", "add", "compare_set", "check"])
-def test_a_rank_may_call_the_store_until_a_key_changes(how: str) -> None:
+@pytest.mark.parametrize("poll", POLLS)
+def test_a_rank_may_call_the_store_until_a_key_changes(poll: Callable[[Any], bool]) -> None:
     def body() -> None:
         dist.init_process_group("gloo")
         store = dist.distributed_c10d._get_default_store()
         if store.add("count", 1) == 3:
             store.set("last", "")
-        while not poll(store, how):
+        while not poll(store):
             pass
 
     run_world(body, 3, torch=True, timeout=10)
+
+
+@pytest.mark.parametrize("strategy", ["random", "pct"])
+def test_an_update_that_two_ranks_lose_in_the_store_is_found(strategy: Any) -> None:
+    def body() -> None:
+        dist.init_process_group("gloo")
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0:
+            store.set("sum", "0")
+        dist.barrier()
+        store.set("sum", str(int(store.get("sum")) + 1))
+        dist.barrier()
+        assert store.get("sum") == b"2"
+
+    with pytest.raises(AssertionError):
+        explore(body, 2, torch=True, schedules=50, strategy=strategy, seed=1)
 
 
 def test_a_wait_for_a_receive_ends_at_its_own_timeout() -> None:

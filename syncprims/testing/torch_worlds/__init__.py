@@ -39,88 +39,78 @@ from .rank_globals import RankGlobals, make_fresh_process
 # -- the store -------------------------------------------------------------------------------------
 
 
-class _Table:
-    """The keys and values of the stores of a world, in a file that its ranks share."""
+class _WorldStore(dist.Store):  # type: ignore[misc]
+    """A store of one rank in the world of a test; its keys and values are in a file.
 
-    def __init__(self, path: Path) -> None:
+    Every call is a point at which another rank may get the turn. A rank that waits for a key waits
+    for any of the other ranks. The world sees that as it sees a wait at a board: it ends with an
+    error if no rank can ever set the key.
+    """
+
+    def __init__(self, path: Path, world: World, number: int) -> None:
+        """Use the file at `path`; `number` distinguishes the keys from those of earlier stores."""
+        super().__init__()
         self._path = path
-        self._path.touch()
-
-    def read(self) -> dict[str, bytes]:
-        """Return what is in it now."""
-        with self._path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            return self._load(file.read())
+        self._world = world
+        self._number = number
 
     @contextlib.contextmanager
-    def change(self) -> Generator[dict[str, bytes]]:
-        """Return what is in it now; what the block has made of that is written at its end.
+    def _values(self) -> Generator[dict[str, bytes]]:
+        """Return what the keys have; what the block has made of that is written at its end.
 
         No other rank reads or changes it meanwhile.
         """
-        with self._path.open("r+b") as file:
+        with self._path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            values = self._load(file.read())
-            yield values
             file.seek(0)
-            file.truncate()
-            file.write(pickle.dumps(values))
+            before = file.read()
+            stores: dict[int, dict[str, bytes]] = pickle.loads(before) if before else {}
+            yield stores.setdefault(self._number, {})
+            after = pickle.dumps(stores)
+            if after != before:
+                file.truncate(0)
+                file.write(after)
 
-    def _load(self, data: bytes) -> dict[str, bytes]:
-        return dict(pickle.loads(data)) if data else {}
-
-
-class _WorldStore(dist.Store):  # type: ignore[misc]
-    """A store of one rank in the world of a test.
-
-    A rank that waits for a key waits for any of the other ranks. The world sees that as it sees a
-    wait at a board: it ends with an error if no rank can ever set the key.
-    """
-
-    def __init__(self, table: _Table, world: World, prefix: str) -> None:
-        """Use `table`; `prefix` distinguishes the keys from those of earlier stores."""
-        super().__init__()
-        self._table = table
-        self._world = world
-        self._prefix = prefix
+    @contextlib.contextmanager
+    def _turn(self) -> Generator[dict[str, bytes]]:
+        """Give up the turn, then return the values."""
+        wait_any(self._world, [rounds_of(self._world.group)], lambda: True, 0.0)
+        with self._values() as values:
+            yield values
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set the value of a key."""
-        with self._table.change() as values:
-            values[self._prefix + key] = _encode(value)
+        with self._turn() as values:
+            values[key] = _encode(value)
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, once a rank has set it."""
-        self._yield()
-        self._await([key], None, "get")
-        return self._table.read()[self._prefix + key]
+        (value,) = self._await([key], None, "get")
+        return value
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number that a key has, from 0 on, and return the sum."""
-        self._yield()
-        with self._table.change() as values:
-            number = int(values.get(self._prefix + key, b"0")) + amount
-            values[self._prefix + key] = str(number).encode()
+        with self._turn() as values:
+            number = int(values.get(key, b"0")) + amount
+            values[key] = str(number).encode()
         return number
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to the value of a key."""
-        with self._table.change() as values:
-            values[self._prefix + key] = values.get(self._prefix + key, b"") + _encode(value)
+        with self._turn() as values:
+            values[key] = values.get(key, b"") + _encode(value)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set a value if the old one is the expected one; return what the key has then."""
-        self._yield()
-        with self._table.change() as values:
-            old = values.get(self._prefix + key)
-            if old == _encode(expected) or (old is None and not expected):
-                values[self._prefix + key] = _encode(desired)
-            return values.get(self._prefix + key, _encode(expected))
+        with self._turn() as values:
+            if values.get(key, b"") == _encode(expected):
+                values[key] = _encode(desired)
+            return values.get(key, _encode(expected))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all these keys have been set."""
-        self._yield()
-        return self._has(keys)
+        with self._turn() as values:
+            return all(key in values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return once all these keys have been set."""
@@ -128,24 +118,20 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
 
     def delete_key(self, key: str) -> bool:
         """Delete a key, and return whether it was there."""
-        self._yield()
-        with self._table.change() as values:
-            return values.pop(self._prefix + key, None) is not None
+        with self._turn() as values:
+            return values.pop(key, None) is not None
 
     def num_keys(self) -> int:
         """Return how many keys there are."""
-        self._yield()
-        return sum(key.startswith(self._prefix) for key in self._table.read())
+        with self._turn() as values:
+            return len(values)
 
     # torch's C++ code finds these by their names in C++.
     deleteKey, getNumKeys = delete_key, num_keys
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of these keys, once all have been set."""
-        self._yield()
-        self._await(keys, None, "multi_get")
-        values = self._table.read()
-        return [values[self._prefix + key] for key in keys]
+        return self._await(keys, None, "multi_get")
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set the values of these keys."""
@@ -159,43 +145,36 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """Ignore the time limit of other stores: a wait that cannot end is found without one."""
 
-    def _yield(self) -> None:
-        """Give up the turn: a program may read again and again, until another rank changes a key.
-
-        `set` does not: a rank that only writes waits for no other.
-        """
-        wait_any(self._world, [rounds_of(self._world.group)], lambda: True, 0.0)
-
-    def _has(self, keys: Sequence[str]) -> bool:
-        values = self._table.read()
-        return all(self._prefix + key in values for key in keys)
-
-    def _await(self, keys: Sequence[str], timeout: timedelta | None, call: str) -> None:
-        """Return once all keys are there.
+    def _await(self, keys: Sequence[str], timeout: timedelta | None, call: str) -> list[bytes]:
+        """Return the values of the keys once all are there.
 
         :raises PeerLost, PeerFailed: if a rank is lost or has failed, or all others have finished.
         :raises CollectiveMismatch: if all ranks wait for each other.
         :raises torch.distributed.DistStoreError: after `timeout`, as from other stores.
         """
-        if self._has(keys):
-            return
         rounds = rounds_of(self._world.group)
         label = rounds.note(f"store.{call}", ", ".join(keys)).label
         rank, board = self._world.rank, rounds.board
         begin = board.now()
+        found: list[bytes] = []
 
         def came() -> bool:
-            if self._has(keys):
+            with self._values() as values:
+                found[:] = [values[key] for key in keys if key in values]
+            if len(found) == len(keys):
                 return True
             error = _absence(board, rank, label, board.now() - begin)
             if error is not None and timeout is None:
                 board.abort(errors.dump(error))
             return board.verdict() is not None
 
+        with self._turn() as values:
+            if all(key in values for key in keys):
+                return [values[key] for key in keys]
         seconds = None if timeout is None else timeout.total_seconds()
         wait_any(self._world, [rounds], came, seconds, str(label))
-        if self._has(keys):
-            return
+        if len(found) == len(keys):
+            return found
         verdict = board.verdict()
         if verdict is not None:
             raise errors.load(verdict)
@@ -234,8 +213,8 @@ def make_torchrun_variables() -> dict[str, str]:
 class _Rendezvous:
     """Where the ranks of a world find each other, whatever URL their program names."""
 
-    def __init__(self, table: _Table) -> None:
-        self._table = table
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._stores: dict[int, list[_WorldStore]] = {}  # torch keeps only the C++ part of one
 
     def __call__(self, url: str, rank: int, world_size: int) -> tuple[_WorldStore, int, int]:
@@ -253,14 +232,14 @@ class _Rendezvous:
                     f"init_process_group({what}={given}): in this world it is {number}"
                 )
         stores = self._stores.setdefault(world.rank, [])
-        stores.append(_WorldStore(self._table, world, f"{len(stores)}/"))
+        stores.append(_WorldStore(self._path, world, len(stores)))
         return stores[-1], world.rank, world.world_size
 
 
 @contextlib.contextmanager
-def _serve(table: _Table) -> Generator[None]:
-    """Serve, within the block, every group that this process opens."""
-    with replaced_rendezvous(_Rendezvous(table)), serve_every_backend():
+def _serve(store: Path) -> Generator[None]:
+    """Serve, within the block, every group that this process opens; `store` is a file."""
+    with replaced_rendezvous(_Rendezvous(store)), serve_every_backend():
         yield
 
 
@@ -284,7 +263,7 @@ class TorchThreads:
         self._autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
         with (
             tempfile.NamedTemporaryFile() as file,
-            _serve(_Table(Path(file.name))),
+            _serve(Path(file.name)),
             threads_as_processes(),
         ):
             torch.set_num_threads(1)  # as in a process of a test; each new thread inherits it
@@ -316,11 +295,11 @@ class TorchThreads:
         return run
 
 
-def serve_in_process(rank: int, table_path: Path) -> None:
+def serve_in_process(rank: int, store: Path) -> None:
     """Serve ``torch.distributed`` in this process, which is a rank, until its end."""
     make_fresh_process(rank)
     forget_group_names()
-    _serving.enter_context(_serve(_Table(table_path)))
+    _serving.enter_context(_serve(store))
 
 
 _serving = contextlib.ExitStack()  # never closed: the process ends before

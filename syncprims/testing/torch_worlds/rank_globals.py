@@ -49,6 +49,7 @@ class RankGlobals:
             _PythonRandom(),
             _NumpyRandom(),
             _TorchGlobals(),
+            _ModuleHooks(),
         ]
         self._awaited = list(_ATTRIBUTES)  # of modules that have not been imported
         self._modules = 0  # how many had been, at the last look
@@ -190,6 +191,23 @@ class _TorchGlobals:
         torch.default_generator.set_state(state)
         if dtype is not torch.get_default_dtype():
             torch.set_default_dtype(dtype)
+
+
+class _ModuleHooks:
+    """The hooks of all modules of torch: what a test has registered holds for each rank."""
+
+    def __init__(self) -> None:
+        self._module = vars(torch.nn.modules.module)
+        self._begin = {k: v for k, v in self._module.items() if k.startswith("_global_")}
+
+    def fresh(self, rank: int) -> Any:
+        return {name: copy.copy(value) for name, value in self._begin.items()}
+
+    def save(self) -> Any:
+        return {name: self._module[name] for name in self._begin}
+
+    def load(self, kept: Any) -> None:
+        self._module.update(kept)
 
 
 _numpy: Any = numpy.random  # its types leave some functions out
