@@ -64,7 +64,8 @@ def latency(sections: Sections) -> str:
         ("broadcast of a small dict", "small dict"),
     ):
         lines = _by_ranks(sections, "control", operation)
-        panels.append(Panel(title, "microseconds, less is better", lines, "{:g}".format, "ranks"))
+        below = f"ranks{_on(sections, 'control')}"
+        panels.append(Panel(title, "microseconds, less is better", lines, "{:g}".format, below))
     return _drawn(TITLES["latency"], panels)
 
 
@@ -83,8 +84,15 @@ def arrays(sections: Sections) -> str:
                     lines.setdefault(library, []).append((size, time))
         at = f", {ranks} ranks" if ranks else ""
         unit = "microseconds, less is better"
-        panels.append(Panel(f"{title} of an array{at}", unit, lines, named, "size"))
+        below = f"size{_on(sections, 'data')}"
+        panels.append(Panel(f"{title} of an array{at}", unit, lines, named, below))
     return _drawn(TITLES["arrays"], panels)
+
+
+def _on(sections: Sections, section: str) -> str:
+    """Return on how many processors this was measured."""
+    count = str(sections.get(section, {}).get("machine", "")).partition(" x ")[0]
+    return f", on {count} processors" if count else ""
 
 
 def _by_ranks(sections: Sections, section: str, operation: str) -> dict[str, Points]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from syncprims.errors import install
-
 from .collectives import is_local_main, is_main
 
 if TYPE_CHECKING:
@@ -42,13 +40,9 @@ def progress(iterable: Any = None, *, local: bool = False, **options: Any) -> tq
     ``progress(total=100)`` and `update`. Where the output is no terminal, the bar is a line at most
     every 5 seconds, unless `mininterval` says otherwise. Waits for no rank, and does not start the
     world.
-
-    :raises ImportError: if tqdm is not installed.
     """
-    try:
-        from tqdm.auto import tqdm as bar
-    except ImportError as error:
-        raise ImportError(f"progress() shows tqdm's bar: {install('progress')}") from error
+    from tqdm.auto import tqdm as bar  # slow to import
+
     if not (is_local_main() if local else is_main()):
         options["disable"] = True
     elif not _is_terminal(options.get("file") or sys.stderr):

@@ -440,6 +440,12 @@ def set_world_timeout(world: World, timeout: float) -> None:
 # -- for `reform` ---------------------------------------------------------------------------------
 
 
+def process_number(world: World) -> int:
+    """Return this process's number among all that the run ever has: its rank, if none was lost."""
+    slots = world._backend.slots
+    return world.rank if slots is None else slots.own
+
+
 def rounds_completed(world: World) -> int:
     """Return how many rounds of all ranks this one has completed, in all epochs."""
     return world._rounds_before + rounds_of(world.group).board.collected

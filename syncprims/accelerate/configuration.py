@@ -40,10 +40,21 @@ _INSTEAD = {
     "skipdataloader": "call skip_first_batches(loader, count)",
     "shard dataloaderdispatcher": "prepare() the loader: each rank then gets its part",
     "setmoduletensor": _DEVICE_MAP,
-    "rngtypes": "call synchronize_rng_states() where ranks are to draw the same numbers",
+    "rngtype": "call synchronize_rng_states() where ranks are to draw the same numbers",
     "keepinfp32": "cast parts of the model first, without dtype=: each keeps its own",
     "fullstatedict": "leave it out: tensors spread over ranks are cut from whole ones",
     "broadcastfromrank0": "leave it out: every rank reads for itself",
+    # Small functions and names about files that serve Accelerate itself.
+    "trainstep padnested computeenvironment customdtype gathered patternname modelname"
+    " optimizername rngstatename samplername schedulername scalername precisiontype prefixeddataset"
+    " prepareforlaunch sagema torchlaunch operationtypes tensorinformation profilingavailable"
+    " librariesinitialized avglosses maximumsizes p2pib oskernel tiedparameters weightsretied"
+    " retie statedict environment compileregions compiledregions modulesizes convert bytesize"
+    " lastlinear finddevice moduledevice distributedinformation devicetype datastructure gpuinfo"
+    " gradscaler fromenv contextmanager modeltpsize modulechildren prettyname hasao"
+    " transformerengine honortype idtensor ignorant initializetensors gaudi1 namedtuple portinuse"
+    " mergedicts hasdtensor namedmodule padinput preparemulti preparesimple preparetpu recursive"
+    " numaaffinity slicetensors torchao": "import it from accelerate.utils, whose code it is",
 }
 
 

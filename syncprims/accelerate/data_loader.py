@@ -10,21 +10,11 @@ from torch.utils.data import DataLoader
 from syncprims.training import PreparedLoader
 from syncprims.training import prepare_data_loader as _prepare
 from syncprims.training import skip_first_batches as _skip_first_batches
-from syncprims.training.data.batch_shards import BatchShard as BatchSamplerShard
 from syncprims.training.data.sampling import SeedableRandomSampler as SeedableRandomSampler
 
 from .configuration import not_offered as _not_offered
 
-DataLoaderShard = PreparedLoader
-DataLoaderDispatcher = PreparedLoader
-__all__ = [
-    "BatchSamplerShard",
-    "DataLoaderDispatcher",
-    "DataLoaderShard",
-    "SeedableRandomSampler",
-    "prepare_data_loader",
-    "skip_first_batches",
-]
+__all__ = ["SeedableRandomSampler", "prepare_data_loader", "skip_first_batches"]
 
 
 def prepare_data_loader(

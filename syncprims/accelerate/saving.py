@@ -66,6 +66,17 @@ class _SavedWeights:
         raise NotImplementedError
 
 
+class _PartOfWeights(_SavedWeights):
+    """A model that takes the weights that it has a parameter for, and keeps its others."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.state_dict())
+        self._model = model
+
+    def load_state_dict(self, state_dict: Weights) -> None:
+        self._model.load_state_dict(state_dict, strict=False)
+
+
 class Checkpointing:
     """The part of an Accelerator that saves and loads."""
 
@@ -218,7 +229,7 @@ class Checkpointing:
                 del objects[name]
         return objects
 
-    def _objects_to_load(self, directory: str) -> dict[str, Any]:
+    def _objects_to_load(self, directory: str, strict: bool) -> dict[str, Any]:
         """Return the common objects without the models that the hooks load themselves.
 
         :raises CheckpointError: on all ranks, if a hook raises on one.
@@ -235,6 +246,8 @@ class Checkpointing:
         for name, model in models.items():
             if not any(model is each for each in left):
                 del objects[name]
+            elif not strict:
+                objects[name] = _PartOfWeights(model)
         return objects
 
     # -- models and states ------------------------------------------------------------------------
@@ -330,11 +343,13 @@ class Checkpointing:
         load_kwargs: None = None,
         *,
         map_location: str | None = None,
+        strict: bool = True,
     ) -> None:
         """Load the state in a directory, by default the project's latest. Collective.
 
         Also one that Accelerate has saved. `map_location` is None, ``"cpu"``
-        or ``"on_device"``; each object is loaded where it is in every case.
+        or ``"on_device"``; each object is loaded where it is in every case. Without `strict`, a
+        model takes the weights that it has a parameter for, and keeps its others.
 
         :raises CheckpointError: on all ranks, if there is none, or it is damaged.
         :raises TypeError: for another `map_location`, and for `load_kwargs`.
@@ -347,23 +362,24 @@ class Checkpointing:
             )
         with _for_all_ranks("load_state()"):
             if input_dir is None:
-                self._load_latest()
+                self._load_latest(strict)
             elif state_files.is_by_accelerate(input_dir):
-                self._load_from_accelerate(os.fspath(input_dir))
+                self._load_from_accelerate(os.fspath(input_dir), strict)
             else:
                 path = os.fspath(input_dir)
                 own = self._rank_stateful()
-                state_files.load_alone(path, lambda: self._objects_to_load(path), own)
+                state_files.load_alone(path, lambda: self._objects_to_load(path, strict), own)
 
-    def _load_latest(self) -> None:
+    def _load_latest(self, strict: bool) -> None:
         steps = self._checkpoints()
         there = checkpoints.agreed_steps(steps, f"load_state from {steps.directory}")
         step = there[-1] if there else None
-        common = self._stateful() if step is None else self._objects_to_load(steps.path(step))
+        path = "" if step is None else steps.path(step)
+        common = self._objects_to_load(path, strict) if path else self._stateful()
         steps.load(common, step, rank_objects=self._rank_stateful())
 
-    def _load_from_accelerate(self, path: str) -> None:
-        common, accumulator = self._objects_to_load(path), self.accumulator
+    def _load_from_accelerate(self, path: str, strict: bool) -> None:
+        common, accumulator = self._objects_to_load(path, strict), self.accumulator
         files: dict[str, Any] = {}
         if accumulator.precision.scaler is not None:
             files["scaler.pt"] = accumulator.precision.scaler
@@ -373,7 +389,7 @@ class Checkpointing:
             files[f"scheduler{state_files.number_suffix(i)}.bin"] = obj
         for i, obj in enumerate(self._registered.values()):
             files[f"custom_checkpoint_{i}.pkl"] = obj
-        models = [model for name, model in self._named_models().items() if name in common]
+        models = [common[name] for name in self._named_models() if name in common]
         state_files.load_accelerate_state(path, models, files)
 
     def _checkpoints(self) -> checkpoints.Checkpoints:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from syncprims import get_local_world_size, get_rank
+from syncprims import current, get_local_world_size
+from syncprims._world.world import process_number
 
 #: States of the CPU's generators, of Python, numpy and torch, as these return them.
 CpuStates = tuple[Any, Any, torch.Tensor]
@@ -17,10 +18,11 @@ CpuStates = tuple[Any, Any, torch.Tensor]
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python's, numpy's and torch's generators with the same number on all ranks.
 
-    With `device_specific` each rank adds its rank. With `deterministic` torch uses only algorithms
-    that give the same bits each time.
+    With `device_specific` each rank adds its rank. After a `reform` it adds its number among all
+    processes that the run has had, so that no other one has drawn the same. With `deterministic`
+    torch uses only algorithms that give the same bits each time.
     """
-    seed += get_rank() if device_specific else 0
+    seed += process_number(current()) if device_specific else 0
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)

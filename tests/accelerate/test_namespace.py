@@ -54,6 +54,10 @@ def test_importing_syncprims_imports_no_torch() -> None:
         (".utils.modeling", "get_max_layer_size", "device_map"),
         (".data_loader", "SkipDataLoader", "skip_first_batches"),
         (".data_loader", "IterableDatasetShard", "prepare"),
+        (".data_loader", "DataLoaderShard", "prepare"),
+        (".data_loader", "BatchSamplerShard", "prepare"),
+        (".utils", "find_tied_parameters", "accelerate.utils"),
+        (".utils", "patch_environment", "accelerate.utils"),
     ],
 )
 def test_what_is_not_offered_names_the_way(module: str, name: str, said: str) -> None:

@@ -84,6 +84,30 @@ def test_parts_of_an_older_save_are_not_mixed_in(world: Ranks, tmp_path: Path) -
 
 
 @in_pairs
+def test_a_model_takes_the_weights_that_it_has_a_parameter_for(
+    world: Ranks, tmp_path: Path
+) -> None:
+    def program() -> list[bool]:
+        job = Accelerator(project_dir=tmp_path)
+        saved = job.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+        job.save_state()
+        taken: list[bool] = []
+        for directory in (None, tmp_path / "checkpoints" / "checkpoint_0"):
+            other = Accelerator(project_dir=tmp_path)
+            parts = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Module())
+            parts.more = torch.nn.Linear(1, 1)
+            model = other.prepare(parts)
+            with pytest.raises(CheckpointError, match=r"more\.weight"):
+                other.load_state(directory)
+            other.load_state(directory, strict=False)
+            first = [other.unwrap_model(model)[0].weight, job.unwrap_model(saved)[0].weight]
+            taken.append(torch.equal(*first))
+        return taken
+
+    assert world.run(program) == [[True, True]] * 2
+
+
+@in_pairs
 def test_a_damaged_save_is_an_error_on_all_ranks(world: Ranks, tmp_path: Path) -> None:
     def program() -> None:
         job, *_ = job_of(1)

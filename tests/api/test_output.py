@@ -127,7 +127,6 @@ print(json.dumps(told + [(root.level, list(root.handlers)) == before, logger.nam
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_they_work_before_the_world_starts(rank: int) -> None:
-    pytest.importorskip("tqdm")
     # Nobody could join this world: it has no run id, and no other rank.
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "SYNCPRIMS_BACKEND": "file"}
     done = subprocess.run(
@@ -141,17 +140,9 @@ def test_they_work_before_the_world_starts(rank: int) -> None:
     assert json.loads(told) == [*seen, True, "job"]
 
 
-def test_without_tqdm_progress_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with pytest.raises(ImportError, match=r"pip install '\.\[progress\]'"):
-        sp.progress([1])
-
-
 @in_processes
 @pytest.mark.parametrize("local", [False, True])
 def test_progress_shows_one_bar(world: Ranks, local: bool) -> None:
-    pytest.importorskip("tqdm")
-
     def program() -> Any:
         with contextlib.redirect_stderr(io.StringIO()) as err:
             total = sum(sp.progress(range(10), local=local, desc="epoch", file=sys.stderr))

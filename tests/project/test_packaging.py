@@ -79,7 +79,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
         zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("/METADATA"))).decode()
     )
     assert "Requires-Dist: filelock" in metadata
-    for extra in ("torch", "progress", "test", "trace", "all"):
+    for extra in ("torch", "test", "trace", "all"):
         assert f"Provides-Extra: {extra}" in metadata
 
 

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncprims as sp
-from syncprims.testing import Kill, run_world
-from syncprims.training import Accumulator, Checkpoints, prepare
+from syncprims.testing import Join, Kill, run_world
+from syncprims.training import Accumulator, Checkpoints, prepare, set_seed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +45,24 @@ def test_a_save_under_way_counts_as_not_made(victim: int, tmp_path: Path) -> Non
 
     results = run_world(program, 3, kind="processes", faults=[Kill(rank=victim, at="last")])
     assert [size for size in results if size is not None] == [2, 2]
+
+
+def test_no_process_draws_the_random_numbers_of_another_one() -> None:
+    def program() -> set[float]:
+        drawn: set[float] = set()
+        for _ in range(2):
+            set_seed(3, device_specific=True)
+            drawn.add(torch.rand(()).item())
+            if sp.current().change is None:
+                with pytest.raises(sp.PeerLost):
+                    sp.barrier("drawn")
+                assert sp.reform().joined == (2,)
+        return drawn
+
+    results = run_world(program, 3, faults=[Kill(rank=1, at="drawn"), Join(0, at=1)])
+    assert results.pop(1) is None
+    assert [len(drawn) for drawn in results] == [1, 1, 1]
+    assert len(set.union(*results)) == 3
 
 
 @pytest.mark.parametrize("lose", [{1: 3}, {0: 2}, {3: 1, 2: 5}], ids=str)
