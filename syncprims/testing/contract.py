@@ -390,16 +390,6 @@ class BackendContract:
             assert (total == ranks * numpy.arange(size) + sum(range(ranks))).all()
 
     @_on_every_rank
-    def test_groups_do_not_disturb_each_other(self) -> None:
-        """Rounds of some ranks, between those of all."""
-        self.needs_others()
-        few = sp.group([0, 1])
-        for number in range(20):
-            if sp.get_rank() < 2:
-                assert few.all_gather((number, sp.get_rank())) == [(number, 0), (number, 1)]
-            assert sp.all_reduce(1) == self.ranks
-
-    @_on_every_rank
     def test_timeout_names_the_missing_rank(self) -> None:
         """The board stays broken, also for the rank that comes late."""
         self.needs_others()

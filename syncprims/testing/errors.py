@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import pickle
 import sys
 import traceback
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeGuard, cast
 
 from syncprims.errors import TORN, CollectiveMismatch, SyncError
@@ -107,6 +109,9 @@ def _text_of(error: BaseException) -> str:
 # Not by `tblib`: it restores tracebacks, and not the exceptions whose pickles cannot be loaded.
 
 
+_PYTESTS = "_pytest.outcomes"
+
+
 class RemoteError(Exception):
     """Stands for an exception whose type is unknown in this process."""
 
@@ -137,35 +142,32 @@ class PackedException(NamedTuple):
 
     def _rebuild(self) -> BaseException:
         """Return an exception of this type and text without calling its constructor."""
-        found: object = sys.modules.get(self.module)
-        for part in self.name.split("."):
-            found = getattr(found, part, None)
-        if found is None and self.module == "builtins":  # pytest's outcomes name this module
-            found = getattr(sys.modules.get("_pytest.outcomes"), self.name, None)
-            if found is not None:
-                return cast("Any", found)(self.text)  # type: ignore[no-any-return]
-        cls = cast("Any", found)
         with contextlib.suppress(Exception):
+            cls: Any = attrgetter(self.name)(sys.modules[self.module])
             if self.members:
                 return cast("BaseException", cls(self.text, [m.unpack() for m in self.members]))
-            error = cls.__new__(cls)
+            if self.module == _PYTESTS:
+                return cast("BaseException", cls(self.text))
+            error: BaseException = cls.__new__(cls)
             error.args = (self.text,)
-            if isinstance(error, BaseException) and str(error) == self.text:
+            if str(error) == self.text:
                 return error
         return RemoteError(f"{self.module}.{self.name}: {self.text}")
 
 
 def pack_exception(error: BaseException) -> PackedException:
     """Return `error` as plain data; :meth:`PackedException.unpack` restores it."""
-    kind = type(error)
-    pickled = b""
+    kind, pickled = type(error), b""
     with contextlib.suppress(Exception):
         data = pickle.dumps(error)
         if type(pickle.loads(data)) is kind:
             pickled = data
-    trace = "".join(traceback.format_exception(error))
-    text = _text_of(error)
+    # The outcomes of pytest name another module.
+    by_pytest = kind.__module__ == "builtins" and not hasattr(builtins, kind.__name__)
+    module = _PYTESTS if by_pytest else kind.__module__
     members: tuple[PackedException, ...] = ()
+    text = _text_of(error)
     if _is_group(error) and not pickled:
         text, members = error.message, tuple(map(pack_exception, error.exceptions))
-    return PackedException(kind.__module__, kind.__qualname__, text, pickled, trace, members)
+    trace = "".join(traceback.format_exception(error))
+    return PackedException(module, kind.__qualname__, text, pickled, trace, members)

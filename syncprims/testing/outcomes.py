@@ -19,6 +19,7 @@ A program that handles these errors itself ends well, as it would in production.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -432,41 +433,30 @@ def _last_round(outcome: RankOutcome, run: WorldRun) -> str:
 
 
 def _call(call: RecordedCall, run: WorldRun) -> str:
-    if _is_only(call.at, run):
-        return str(call.label)
-    return f"{call.label} in group {describe_group(*call.at)}"
+    return f"{call.label}{_of_group(' in', call.at, run)}"
 
 
-def _is_only(board: tuple[tuple[int, ...], str], run: WorldRun) -> bool:
-    """Return whether this is the board of all ranks, and they have met at no other."""
-    size = len(run.outcomes)
-    whole = {call.at for o in run.outcomes for call in o.calls if len(call.members) == size}
-    return whole == {board}
+def _of_group(word: str, board: tuple[tuple[int, ...], str], run: WorldRun) -> str:
+    """Return `word` and the group that meets at this board; "" if it is the board of all ranks."""
+    members, name = board
+    if len(members) == len(run.outcomes) and not name:
+        return ""
+    return f"{word} group {describe_group(members, name)}"
 
 
 def _first_difference(run: WorldRun) -> str:
-    """Return where ranks first made different calls, or one made none; "" if they never did.
-
-    If all made the same calls, it is the first round that they reached from different lines: these
-    may be correct, but are the place to look if they are not.
-    """
+    """Return where ranks first made different calls, or one made none; "" if they never did."""
     boards = {call.at for outcome in run.outcomes for call in outcome.calls}
-    places = ""
-    for members, board in sorted(boards, key=lambda at: (-len(at[0]), *at)):
-        calls = {
-            rank: [call.label for call in run.outcomes[rank].calls if call.at == (members, board)]
-            for rank in members
-        }
-        only = _is_only((members, board), run)
-        of = "" if only else f" of group {describe_group(members, board)}"
-        for number in range(max(map(len, calls.values()))):
-            labels = {r: c[number] if number < len(c) else None for r, c in calls.items()}
-            shown = f"round {number + 1}{of} is {_grouped(labels)}"
-            if len(set(labels.values())) > 1:
-                return f"first difference: {shown}{places}"
-            if not places and len({label.site for label in labels.values() if label}) > 1:
-                places = f"\nfirst met from different lines: {shown}"
-    return places.lstrip("\n")
+    for board in sorted(boards, key=lambda at: (-len(at[0]), *at)):
+        calls = [
+            [call.label for call in run.outcomes[rank].calls if call.at == board]
+            for rank in board[0]
+        ]
+        for number, labels in enumerate(itertools.zip_longest(*calls), 1):
+            if len(set(labels)) > 1:
+                shown = _grouped(dict(zip(board[0], labels, strict=True)))
+                return f"first difference: round {number}{_of_group(' of', board, run)} is {shown}"
+    return ""
 
 
 def _grouped(labels: Mapping[int, Label | None]) -> str:

@@ -11,11 +11,13 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import traceback
 import uuid
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -223,22 +225,20 @@ class Ranks:
         run_id = uuid.uuid4().hex
         if self.kind.hosts > 1:
             variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **variables}
-        pipes: dict[int, int] = {}
-        pids: list[int] = []
-        for rank in range(self.ranks):
-            reader, writer = os.pipe()
-            env = environment(self.kind, rank, self.directory, run_id, **variables)
-
-            def body(own: int = writer, others: Sequence[int] = (reader, *pipes)) -> None:
-                for other in others:
-                    os.close(other)
-                self._be_rank(program, own, start)
-
-            pid = fork(body, env)
-            os.close(writer)
-            pids.append(pid)
-            pipes[reader] = rank
-        return self._gather(pids, pipes)
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder, str(rank)) for rank in range(self.ranks)]
+            pids = [
+                fork(
+                    partial(self._be_rank, program, file, start),
+                    environment(self.kind, rank, self.directory, run_id, **variables),
+                )
+                for rank, file in enumerate(files)
+            ]
+            codes = self._await_ends(pids)
+            return [
+                pickle.loads(file.read_bytes()) if file.exists() else Died(f"exit code {code}")
+                for file, code in zip(files, codes, strict=True)
+            ]
 
     def _threads(self, program: Callable[[], Any], variables: Mapping[str, str]) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
@@ -248,7 +248,7 @@ class Ranks:
         assert not run.gave_up, run.stacks
         return [o.error if o.error is not None else o.result for o in run.outcomes]
 
-    def _be_rank(self, program: Callable[[], Any], writer: int, start: bool) -> None:
+    def _be_rank(self, program: Callable[[], Any], file: Path, start: bool) -> None:
         faulthandler.dump_traceback_later(self._patience - 10, exit=True)
         if self._site is not None:
             sys.path.insert(0, str(self._site))
@@ -265,43 +265,30 @@ class Ranks:
             data = pickle.dumps(outcome)
         except Exception:
             data = pickle.dumps(Died(repr(outcome)))
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(data)
+        new = file.with_suffix(".new")
+        new.write_bytes(data)
+        new.rename(file)
 
-    def _gather(self, pids: Sequence[int], pipes: dict[int, int]) -> list[Any]:
+    def _await_ends(self, pids: Sequence[int]) -> list[int]:
+        """Return the exit codes of these processes; kill all if some do not end in time."""
         deadline = time.monotonic() + self._patience
-        data: dict[int, bytes] = dict.fromkeys(pipes, b"")
-        open_pipes = set(pipes)
-        # A child that outlives its rank holds the pipe open, so the end of the rank also counts.
-        ends: dict[int, int] = {}
-        if hasattr(os, "pidfd_open"):
-            ends = {os.pidfd_open(pid): pipe for pid, pipe in zip(pids, pipes, strict=True)}
+        codes: dict[int, int] = {}
         try:
-            while open_pipes:
-                left = deadline - time.monotonic()
-                eyes = [eye for eye, pipe in ends.items() if pipe in open_pipes]
-                ready, _, _ = select.select([*open_pipes, *eyes], [], [], max(0.0, left))
-                if not ready:
-                    raise AssertionError(f"ranks {[pipes[p] for p in open_pipes]} hang")
-                for pipe in open_pipes.intersection(ready):
-                    chunk = os.read(pipe, 1 << 20)
-                    data[pipe] += chunk
-                    if not chunk:
-                        open_pipes.discard(pipe)
-                if not open_pipes.intersection(ready):  # their output has been read
-                    open_pipes.difference_update(ends[eye] for eye in ready if eye in ends)
+            while living := [pid for pid in pids if pid not in codes]:
+                for pid in living:
+                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    if ended:
+                        codes[pid] = os.waitstatus_to_exitcode(status)
+                if time.monotonic() > deadline:
+                    raise AssertionError(f"ranks {[pids.index(pid) for pid in living]} hang")
+                time.sleep(0.0005)
         finally:
-            for pid in pids if open_pipes else []:
-                with contextlib.suppress(ProcessLookupError):
+            for pid in pids:
+                if pid not in codes:
                     os.kill(pid, signal.SIGKILL)
-            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-            for fd in (*pipes, *ends):
-                os.close(fd)
-        self._killed = self._killed or any(code < 0 for code in codes)
-        return [
-            pickle.loads(data[pipe]) if data[pipe] else Died(f"exit code {codes[rank]}")
-            for pipe, rank in pipes.items()
-        ]
+                    codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        self._killed = self._killed or any(code < 0 for code in codes.values())
+        return [codes[pid] for pid in pids]
 
     def check_nothing_left(self) -> None:
         """Assert that the worlds removed their files, except those of killed worlds."""

@@ -331,31 +331,13 @@ def test_it_loads_neither_torch_nor_numpy(project: Project) -> None:
 
 
 def test_what_would_run_once_only_is_refused(project: Project) -> None:
+    """Also where a plugin would run the coroutine, as pytest-asyncio does."""
     project.write("""
+        import asyncio
         import unittest
         import pytest
 
-        @pytest.mark.world(2)
-        class TestOld(unittest.TestCase):
-            def test_it(self):
-                pass
-
-        @pytest.mark.world(2)
-        async def test_async():
-            pass
-    """)
-    result = project.run()
-    assert result.counts(failed=2), result.out
-    assert "call syncprims.testing.run_world" in result.out
-    assert "asyncio.run" in result.out
-
-
-def test_an_async_test_is_refused_where_a_plugin_would_run_it(project: Project) -> None:
-    project.write("""
-        import asyncio
-        import pytest
-
-        class Runner:  # replaces the function as pytest-asyncio does
+        class Runner:
             @pytest.hookimpl(wrapper=True)
             def pytest_runtest_call(self, item):
                 runs, body = item.runtest, item.obj
@@ -367,17 +349,27 @@ def test_an_async_test_is_refused_where_a_plugin_would_run_it(project: Project) 
                 item.runtest = runtest
                 return (yield)
 
-        @pytest.fixture(scope="session", autouse=True)
+        @pytest.fixture(scope="session")
         def runner(request):
             request.config.pluginmanager.register(Runner())
 
         @pytest.mark.world(2)
+        class TestOld(unittest.TestCase):
+            def test_it(self):
+                pass
+
+        @pytest.mark.world(2)
         async def test_async():
             pass
+
+        @pytest.mark.world(2)
+        async def test_run_by_a_plugin(runner):
+            pass
     """)
-    result = project.run()
-    assert result.counts(failed=1), result.out
-    assert "call asyncio.run inside" in result.out
+    result = project.run("-p", "no:randomly")
+    assert result.counts(failed=3), result.out
+    assert "call syncprims.testing.run_world" in result.out
+    assert result.out.count("call asyncio.run inside") >= 2
 
 
 def test_a_timeout_of_pytests_ends_the_world(project: Project) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
-from support.rank_worlds import CROWDED, skip_unless_crowded
 
 import syncprims as sp
 from syncprims._protocol.threads import threads_that_may_call
@@ -89,18 +88,6 @@ def test_ranks_are_threads_of_this_process_or_processes() -> None:
 def test_functions_of_a_test_file_reach_every_kind_of_process(start: Any) -> None:
     found = run_world(at_top_level, 2, kind="processes", start=start)
     assert [rank for rank, _ in found] == [0, 1]
-
-
-def test_descriptors_may_have_any_number() -> None:
-    skip_unless_crowded()
-    source = (
-        f"{CROWDED}import syncprims\nfrom syncprims.testing import run_world\n"
-        "print(run_world(syncprims.get_rank, 2, kind='processes'))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "[0, 1]\n", done.stderr
 
 
 @both
@@ -782,28 +769,6 @@ def start(call: Callable[[], object], *, daemon: bool | None = None) -> threadin
 
 
 @both
-def test_two_threads_use_two_groups(kind: Kinds) -> None:
-    """As the advice of `ConcurrentCall` says, in either order of the first calls."""
-
-    def program() -> Any:
-        everybody, pair = sp.group([0, 1, 2]), sp.group([0, 1])
-        seen: list[Any] = []
-
-        def other() -> None:
-            seen.extend(pair.all_gather((sp.get_rank(), k)) for k in range(30))
-
-        thread = start(other) if sp.get_rank() < 2 else None
-        mine = [everybody.all_gather(sp.get_rank()) for _ in range(30)]
-        if thread is not None:
-            thread.join()
-            assert seen == [[(0, k), (1, k)] for k in range(30)]
-        return mine
-
-    for _ in range(5):
-        assert run_world(program, 3, kind=kind) == [[[0, 1, 2]] * 30] * 3
-
-
-@both
 @pytest.mark.parametrize("daemon", [True, False])
 def test_a_thread_that_is_late_is_no_deadlock(kind: Kinds, daemon: bool) -> None:
     def program() -> str:
@@ -837,18 +802,6 @@ def test_a_thread_that_ends_between_two_looks_is_no_standstill(
     monkeypatch.setattr("syncprims.testing.scheduler.threads_that_may_call", look)
     assert run_world(lambda: thread.start(), 1) == [None]
     assert ends.is_set()
-
-
-@both
-def test_a_rank_waits_outside_for_its_own_thread(kind: Kinds) -> None:
-    def program() -> Any:
-        pair = sp.group([0, 1])
-        seen: list[int] = []
-        thread = start(lambda: seen.extend(pair.all_gather(sp.get_rank())))
-        thread.join()  # it holds the turn meanwhile
-        return seen, sp.all_gather("after")
-
-    assert run_world(program, 2, kind=kind) == [([0, 1], ["after"] * 2)] * 2
 
 
 @both
@@ -939,14 +892,3 @@ def test_threads_that_wait_for_each_other_are_a_deadlock(kind: Kinds) -> None:
     said = str(caught.value.__cause__)
     assert "barrier 'trio' (" in said
     assert "barrier 'pair' (" in said
-
-
-def test_an_idle_pool_hides_no_deadlock() -> None:
-    def program() -> None:
-        pair = sp.group([0, 1])
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(int).result()
-            pair.barrier("pair") if sp.is_main() else sp.barrier("all")
-
-    with pytest.raises(DeadlockError, match="wait"):
-        run_world(program, 3)
