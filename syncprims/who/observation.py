@@ -7,6 +7,7 @@ with the look before: the report contains only what both have seen.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -111,6 +112,10 @@ class Observation:
         for reader in self._readers:
             view = reader.read()
             if view is not None and (self._which is not None or _lives(view)):
+                unknown = [r for r, one in view.states.items() if one.state == "unknown"]
+                if unknown and view.pids:
+                    started = processes.find_started(view.pids.values(), unknown)
+                    view = view._replace(pids={**view.pids, **started})
                 samples = {rank: processes.sample(pid) for rank, pid in view.pids.items()}
                 look = seen[reader.path] = _Look(view, time.monotonic(), samples)
                 before = self._before.get(reader.path, look)
@@ -172,7 +177,12 @@ class Observation:
                         idle.add(rank)
         if idle and time.monotonic() - self._lines_at >= _STACKS_EVERY:
             running = [view.pids[r] for r in sorted(idle) if now.samples[r].state not in "TtZ"]
-            self._lines = processes.python_lines(running)
+            workers = {pid: sorted(find_descendants(pid))[:1] for pid in running}
+            self._lines = processes.python_lines([*running, *itertools.chain(*workers.values())])
+            for pid, (worker,) in [(p, w) for p, w in workers.items() if w]:
+                if worker in self._lines:  # such as one of a loader
+                    theirs = f"its process {worker} is in {self._lines[worker]}"
+                    self._lines[pid] = f"{self._lines.get(pid, 'C')}; {theirs}"
             self._lines_at = time.monotonic()
         rows = [
             _report_rank(rank, before, now, waits.get(rank), self._lines if rank in idle else None)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from syncprims._system.processes import stat_fields
+from syncprims._system.processes import find_descendants, stat_fields
 
 #: System calls in which processes wait: by number, on these processors. The first argument of those
 #: in `_WITH_FILE` is a descriptor.
@@ -72,6 +72,19 @@ def sample(pid: int) -> ProcessSample:
         _system_call(pid),
         "" if channel == "0" else channel,
     )
+
+
+def find_started(joined: Iterable[int], ranks: Iterable[int]) -> dict[int, int]:
+    """Return the processes of ranks that have not joined, which the launcher of others started."""
+    found: dict[int, int] = {}
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for launcher in {int(stat_fields(pid)[1]) for pid in joined} - {0, 1}:
+            for pid in sorted(find_descendants(launcher)):
+                variables = _read(f"/proc/{pid}/environ").split("\0")
+                for rank in ranks:
+                    if f"RANK={rank}" in variables:
+                        found.setdefault(rank, pid)
+    return found
 
 
 def share(before: ProcessSample, now: ProcessSample) -> float | None:

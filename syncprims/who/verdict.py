@@ -38,7 +38,8 @@ class WorldView(NamedTuple):
     world_size: int
     boards: Sequence[BoardView]  #: that of all ranks first, once it is there
     hosts: Mapping[int, str]  #: the name of each rank's host, if there are several
-    pids: Mapping[int, int]  #: of those that have joined and whose process the reader can see
+    #: Of those whose process the reader can see: they have joined, or one launcher started them.
+    pids: Mapping[int, int]
     states: Mapping[int, Status]  #: of the ranks of this host
     announced: Mapping[int, bytes]  #: what the ranks of this host have announced
     problem: str = ""  #: why the rest cannot be read, if it cannot

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from support.rank_worlds import PATIENCE
 
 from syncprims._system.host import free_port
 from syncprims.cli import main
+from syncprims.who.processes import find_py_spy
 from syncprims.who.verdict import NOTABLE
 
 if TYPE_CHECKING:
@@ -43,9 +46,11 @@ VERDICT_KEYS = {"kind", "waiting_for", "text"}
 
 
 @contextlib.contextmanager
-def job(folder: Path, command: list[str], **variables: str) -> Generator[subprocess.Popen[str]]:
+def job(
+    folder: Path, command: list[str], source: str = JOB, **variables: str
+) -> Generator[subprocess.Popen[str]]:
     """Start a job of two ranks, of which rank 1 comes when the file ``go`` is there."""
-    (folder / "job.py").write_text(JOB)
+    (folder / "job.py").write_text(source)
     process = subprocess.Popen(
         command, cwd=folder, env={**clean_environ(), **variables}, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -94,6 +99,32 @@ def test_people_and_programs_read_the_same(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (absent["rank"], absent["state"], absent["waiting_s"]) == (1, "running", None)
     assert (found["verdict"]["kind"], found["verdict"]["waiting_for"]) == ("waiting", [1])
+
+
+def test_a_rank_that_hangs_before_its_first_call_is_shown(tmp_path: Path) -> None:
+    """And the process that it waits for, as for a worker of a loader."""
+    hangs_early = """
+        import multiprocessing, os, time
+        def load():
+            while not os.path.exists("go"):
+                time.sleep(0.005)
+        if os.environ["RANK"] == "1":
+            worker = multiprocessing.get_context("fork").Process(target=load)
+            worker.start()
+            worker.join()
+        import syncprims as sp
+        sp.barrier("start")
+        """
+    with job(tmp_path, RUN, textwrap.dedent(hangs_early)) as started:
+        seen = hangs(started)
+        early = seen.ranks[1]
+        assert early.state == "absent"
+        assert early.pid is not None
+        assert b"RANK=1" in Path(f"/proc/{early.pid}/environ").read_bytes().split(b"\0")
+        assert str(seen.verdict.text).startswith("rank 1 has not come to")
+        if find_py_spy() is not None:
+            assert re.search(r"; its process \d+ is in load \(job.py:[56]\)", early.doing)
+            assert "in load" in seen.verdict.text
 
 
 def test_it_watches_until_the_end(tmp_path: Path) -> None:
