@@ -7,7 +7,6 @@ numpy.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import inspect
 import itertools
@@ -32,7 +31,7 @@ from .worlds import explore, run_world
 
 _ARGUMENT = "syncprims_world"  # the hidden parameter of tests that run in several worlds
 _OPTIONS = (
-    "ranks", "kind", "backend", "schedules", "seed", "faults", "timeout", "start", "nodes", "torch"
+    "ranks", "kind", "backend", "schedules", "seed", "faults", "timeout", "nodes", "torch"
 )  # fmt: skip
 _SESSION: pytest.StashKey[Any] = pytest.StashKey()
 
@@ -51,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "world(ranks=4, kind='threads', backend=None, schedules=1, seed=None, faults=(), "
-        "timeout=60, start=None, nodes=1, torch=False): run the body once per rank of a world; "
+        "timeout=60, nodes=1, torch=False): run the body once per rank of a world; "
         "lists of ranks, kinds, backends and schedules make a test of each",
     )
     text = config.getoption("world_seed")
@@ -88,8 +87,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Leave the session; the last worker cleans up its values."""
-    token, open_values = session.config.stash.get(_SESSION, (None, None))
-    if token is not None:
+    opened = session.config.stash.get(_SESSION, None)
+    if opened is not None:
+        token, open_values = opened
         current_session.reset(token)
         if open_values.cache_info().currsize:
             open_values().leave()
@@ -119,9 +119,7 @@ def _worlds(mark: pytest.Mark) -> dict[str, dict[str, Any]]:
     options: dict[str, Any] = {**dict(zip(_OPTIONS, mark.args, strict=False)), **mark.kwargs}
     for name in options:
         if name not in _OPTIONS:
-            nearest = difflib.get_close_matches(name, _OPTIONS, 1, 0.7)
-            hint = f"did you mean {nearest[0]}=?" if nearest else f"it takes {', '.join(_OPTIONS)}"
-            raise TypeError(f"there is no argument {name}=; {hint}")
+            raise TypeError(f"there is no argument {name}=; it takes {', '.join(_OPTIONS)}")
     if len(mark.args) > 1:
         raise TypeError("only ranks can be given without its name")
     ranks, kinds = _several(options.pop("ranks", 4)), _several(options.pop("kind", "threads"))
@@ -215,8 +213,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         )
     options = dict(chosen or next(iter(worlds.values())))
     kind, schedules = options.pop("kind"), options.pop("schedules", 1)
-    # A test for both kinds of world may have options that only one of them takes.
-    options.pop("start" if kind == "threads" else "seed", None)
     if kind == "processes":
         if "subtests" in arguments:
             _refuse(

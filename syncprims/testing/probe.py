@@ -68,15 +68,15 @@ def probe_backend(backend: Backend, probe: Probe) -> Backend:
     return backend
 
 
-def unprobe(board: Board) -> Board:
+def unprobe(board: Any) -> Board:
     """Return `board`, whose calls are no longer recorded."""
     if hasattr(board, "probe"):
-        board.__class__ = type(board).__base__ or Board
+        board.__class__ = type(board).__base__
         del board.probe
-    return board
+    return cast("Board", board)
 
 
-def _derive(make_class: Callable[[type[Any]], type[Any]], target: Any, probe: Probe) -> None:
+def _derive(make_class: Callable[..., type[Any]], target: Any, probe: Probe) -> None:
     """Give `target` a class that is derived from its own."""
     target.__class__ = make_class(type(target))
     target.probe = probe
@@ -91,7 +91,7 @@ def _probed_backend(cls: Any) -> type[Any]:
 
         def board(self, members: Sequence[int], name: str = "") -> Any:
             self.probe.check_alive()
-            board = open_board(cast("Backend", super()), members, name)
+            board: Any = open_board(cast("Backend", super()), members, name)
             if not hasattr(board, "probe"):
                 _derive(_probed_board, board, self.probe)
                 board.begin(self.slots)
@@ -168,7 +168,8 @@ def _probed_board(cls: Any) -> type[Any]:
 
         def begin(self, slots: Slots | None) -> None:
             """Record rounds from now on, by the ranks that the members had at the start."""
-            self.__ranks, self.__name = self.members, self.name
+            self.__ranks: tuple[int, ...] = self.members
+            self.__name = self.name
             if slots is not None and slots.epoch:
                 self.__ranks = tuple(slots.members[rank] for rank in self.members)
                 self.__name = f"{self.name} epoch {slots.epoch}".strip()

@@ -12,11 +12,9 @@ import gc
 import importlib
 import importlib.util
 import math
-import multiprocessing.spawn
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -39,7 +37,7 @@ from syncprims.errors import describe_exit
 from syncprims.interface import Backend, Settings, Topology
 
 from .errors import pack_exception
-from .faults import Fault, FaultTarget, current_target
+from .faults import FaultTarget, current_target
 from .outcomes import RankOutcome, WorldRun, trim_stack
 from .probe import Probe, probe_backend
 from .rank_threads import RankThreads, threads_belong_to_ranks
@@ -52,23 +50,14 @@ _STANDSTILL = 1.0  # seconds in which ranks that only wait for a stopped one wri
 _GRACE = 5.0  # seconds for the other ranks to raise their own error once one has failed
 _TIME_FOR_STACKS = 0.5  # seconds
 
-_BOOT = """
-import sys
-sys.path[:] = sys.argv.pop(1).split("\\n")
-from syncprims.testing.process_world import main
-main()
-"""
-
 
 class _Job(NamedTuple):
     """What a worker has to know of its world."""
 
+    spec: WorldSpec
     folder: Path  #: of this world
-    ranks: int
-    faults: Sequence[Fault]
     environ: Mapping[str, str]
     parent: int  #: process id
-    torch: bool  #: torch.distributed is served
 
     def path(self, what: str, rank: int) -> Path:
         """Return the path of a rank's ``journal``, ``stack``, ``stdout`` or ``stderr``."""
@@ -79,12 +68,13 @@ def run_processes(spec: WorldSpec, output: RankOutput | None) -> WorldRun:
     """Run a world of processes, and return how it went."""
     with scratch_directory("test") as folder:
         (folder / "board").mkdir(mode=0o700)
-        environ = _make_environ(spec, folder)
-        job = _Job(folder, spec.ranks, spec.faults, environ, os.getpid(), spec.torch)
+        job = _Job(spec, folder, _make_environ(spec, folder), os.getpid())
         workers = [_Worker(job, rank) for rank in range(spec.ranks)]
         run = WorldRun([worker.outcome for worker in workers], spec.faults)
         try:
-            _start(spec, job, workers)
+            _load_before_fork(job)
+            for rank, worker in enumerate(workers):
+                worker.pid = _fork(job, rank)
             _watch(spec.time_limit, run, workers)
         finally:
             _end(folder, workers)
@@ -154,7 +144,9 @@ class _Worker:
                     if fact["error"] is not None:
                         self.outcome.error = fact["error"].unpack()
                 else:
-                    self.outcome.take(event, self._job.faults[fact] if event == "fault" else fact)
+                    self.outcome.take(
+                        event, self._job.spec.faults[fact] if event == "fault" else fact
+                    )
         self._journal.seek(offset)
         return offset > begin
 
@@ -194,7 +186,6 @@ def _watch(limit: float | None, run: WorldRun, workers: Sequence[_Worker]) -> No
         if any(outcome.error is not None for outcome in run.outcomes):
             failed_at = min(failed_at, now)
         if now > failed_at + _GRACE:
-            run.stacks = _read_stacks(living)
             return  # the others do not notice that a rank has failed
 
 
@@ -237,33 +228,11 @@ def _end(folder: Path, workers: Sequence[_Worker]) -> None:
 # inherit, so that a killed rank seems to live as long as they do.
 
 
-def _start(spec: WorldSpec, job: _Job, workers: Sequence[_Worker]) -> None:
-    """Start the processes of all ranks.
-
-    :raises TypeError: if the program cannot be sent to a process that starts a new Python.
-    """
-    torch = sys.modules.get("torch")
-    has_cuda = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
-    if (spec.start or ("spawn" if has_cuda else "fork")) == "fork":
-        _load_before_fork(job)
-        for rank, worker in enumerate(workers):
-            worker.pid = _fork(job, rank, spec.fn)
-        return
-    path = job.folder / "job"
-    path.write_bytes(pickle.dumps((job, *_pack_function(spec.fn))))
-    # A worker looks for modules in the places where this process does, and in no other place first.
-    boot = [sys.executable, "-P", "-c", _BOOT, "\n".join(sys.path), str(path)]
-    for rank, worker in enumerate(workers):
-        child = subprocess.Popen([*boot, str(rank)], stdin=subprocess.DEVNULL)
-        child.returncode = 0  # the worker reaps it: Popen is not to look for its end, nor warn
-        worker.pid = child.pid
-
-
 def _load_before_fork(job: _Job) -> None:
     """Load here what otherwise every forked rank would look for itself."""
     load_backend(job.environ["SYNCPRIMS_BACKEND"])
     version()
-    if job.torch:
+    if job.spec.torch:
         importlib.import_module("syncprims.testing.torch_worlds")
         before = {*os.environ}
         importlib.import_module("torch._dynamo")  # DDP and FSDP import it, which takes seconds
@@ -271,7 +240,7 @@ def _load_before_fork(job: _Job) -> None:
             del os.environ[name]  # it would be set for the tests, too
 
 
-def _fork(job: _Job, rank: int, fn: Callable[[], Any]) -> int:
+def _fork(job: _Job, rank: int) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # or the child would print it again
     with warnings.catch_warnings():
@@ -279,70 +248,31 @@ def _fork(job: _Job, rank: int, fn: Callable[[], Any]) -> int:
         pid = os.fork()
     if not pid:
         gc.freeze()  # to free here what the parent has left could end things of the parent
-        _run_worker(job, rank, fn)
+        _run_worker(job, rank)
     return pid
-
-
-def _pack_function(fn: Callable[[], Any]) -> tuple[str, str | None, bytes]:
-    """Return `fn` as plain data: its module, the file of that, and a pickle."""
-    module: str = getattr(fn, "__module__", None) or ""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    try:
-        if module == "__main__" and file is None:
-            raise TypeError("it is defined in a notebook or an interactive session")
-        return module, file, pickle.dumps(fn)
-    except Exception as why:
-        raise TypeError(
-            f"{fn!r} cannot be sent to a process that starts a new Python: {why}. Define it at the "
-            f"top level of a file, or say start='fork'"
-        ) from why
 
 
 # -- in a worker -----------------------------------------------------------------------------------
 
 
-def main() -> None:
-    """Run the worker that the arguments name."""
-    path, rank = sys.argv[1:]
-    job, module, file, function = pickle.loads(Path(path).read_bytes())
-    if file is not None:
-        _import_file(module, file)
-    _run_worker(job, int(rank), pickle.loads(function))
-
-
-def _import_file(module: str, file: str) -> None:
-    """Import a module, also a test file that this Python cannot import by its name."""
-    if module == "__main__":
-        multiprocessing.spawn.import_main_path(file)
-        return
-    with contextlib.suppress(ImportError):
-        if getattr(importlib.import_module(module), "__file__", None) == file:
-            return
-    spec = importlib.util.spec_from_file_location(module, file)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[module] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[module])
-
-
-def _run_worker(job: _Job, rank: int, fn: Callable[[], Any]) -> None:
-    """Run `fn` as this rank, write the journal, and end this process."""
-    code = 1
+def _run_worker(job: _Job, rank: int) -> None:
+    """Run the program as this rank, write the journal, and end this process."""
+    spec, code = job.spec, 1
     try:
         _set_up(job, rank)
         outcome = RankOutcome(rank)
         write = _open_journal(job.path("journal", rank))
 
         def make_backend(cls: type[Backend], place: Topology, settings: Settings) -> Backend:
-            return probe_backend(cls(place, settings), Probe(outcome, job.faults, write))
+            return probe_backend(cls(place, settings), Probe(outcome, spec.faults, write))
 
         become_rank(make_backend)
-        if job.torch:
+        if spec.torch:
             from .torch_worlds import serve_in_process  # imports torch
 
             serve_in_process(rank, job.folder / "store")
         with threads_belong_to_ranks():
-            outcome.run_program(fn, provided_world(), await_threads, RankThreads())
+            outcome.run_program(spec.fn, provided_world(), await_threads, RankThreads())
         write("end", _describe_end(outcome))
         code = 0
     except BaseException:
@@ -377,7 +307,7 @@ def _set_up(job: _Job, rank: int) -> None:
     stack = job.path("stack", rank).open("w")
     faulthandler.register(_STACK_SIGNAL, file=stack, all_threads=False)
     os.environ.clear()
-    os.environ.update({**job.environ, **make_rank_variables(rank, job.ranks)})
+    os.environ.update({**job.environ, **make_rank_variables(rank, job.spec.ranks)})
     entered.set(())
     current_target.set(FaultTarget())  # not that of a forked thread
     torch = sys.modules.get("torch")

@@ -23,7 +23,6 @@ from .rank_threads import Replacement
 from .scheduler import Seed
 
 Kind = Literal["threads", "processes"]
-Start = Literal["fork", "spawn"]
 
 # -- what ranks print ------------------------------------------------------------------------------
 
@@ -149,7 +148,6 @@ class WorldSpec:
     seed: Seed = field(default_factory=choose_seed)
     faults: Sequence[Fault] = ()
     timeout: float | timedelta | None = 60
-    start: Start | None = None
     nodes: int = 1
     torch: bool = False  #: torch.distributed is served
     traced: bool = True  #: as SYNCPRIMS_TRACE says; else not at all

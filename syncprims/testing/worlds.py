@@ -15,7 +15,7 @@ from .errors import StallError, UncontrolledError, is_consequence
 from .faults import Fault, Raise, Stop, exception_type
 from .outcomes import WorldRun, add_note, check_faults_struck, results_of
 from .thread_world import run_threads
-from .world_spec import Kind, Start, WorldSpec, choose_seed, test_context
+from .world_spec import Kind, WorldSpec, choose_seed, test_context
 
 _FURTHER = 100  # schedules to try after a failure, to find a shorter one
 
@@ -29,7 +29,6 @@ def run_world(
     seed: int | str | None = None,
     faults: Iterable[Fault] = (),
     timeout: float | timedelta | None = 60,
-    start: Start | None = None,
     nodes: int = 1,
     torch: bool = False,
 ) -> list[Any]:
@@ -46,8 +45,6 @@ def run_world(
     text). A note says which rank it was and how the others ended. A rank that a fault kills has the
     result None.
 
-    :param start: how processes begin: "fork" (the fastest, and the default unless CUDA is in use),
-        or "spawn" (which needs `fn` at the top level of a file).
     :param nodes: how many machines the ranks of a world of threads seem to be on, equally many on
         each.
     :param torch: ``torch.distributed`` is served in `fn`: ``init_process_group`` opens a group of
@@ -65,9 +62,7 @@ def run_world(
     """
     __tracebackhide__ = True
     chosen = choose_seed(seed)
-    run = run_once(
-        WorldSpec(fn, ranks, kind, backend, chosen, [*faults], timeout, start, nodes, torch)
-    )
+    run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [*faults], timeout, nodes, torch))
     results = results_of(run, test_context.get().replay(run.seed))
     check_faults_struck(run, run.missed)
     return results

@@ -26,7 +26,7 @@ BUGGY = """
             sp.barrier("loaded")
 """
 
-ARGUMENTS = "ranks, kind, backend, schedules, seed, faults, timeout, start, nodes, torch"
+ARGUMENTS = "ranks, kind, backend, schedules, seed, faults, timeout, nodes, torch"
 
 
 class Result(NamedTuple):
@@ -125,8 +125,7 @@ NO_WORLD = [
     ("schedules=[1, True]", "schedules= is how many to try, at least 1"),
     ("ranks=[]", "there is no world to run in"),
     ("ranks=0", "ranks=0: a world has at least one"),
-    ("rank=4", "there is no argument rank=; did you mean ranks=?"),
-    ("rounds=4", f"there is no argument rounds=; it takes {ARGUMENTS}"),
+    ("rank=4", f"there is no argument rank=; it takes {ARGUMENTS}"),
     ("4, 5", "only ranks can be given without its name"),
     ("ranks=[2, 3], nodes=2", "nodes=2: 3 ranks cannot be divided equally among them"),
     ("ranks=2, faults=[Kill(rank=9, at=1)]", "Kill(rank=9, at=1): there are ranks 0 to 1"),

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -82,12 +81,6 @@ def test_ranks_are_threads_of_this_process_or_processes() -> None:
     assert [pid for _, pid in threads] == [os.getpid()] * 2
     processes = run_world(at_top_level, 2, kind="processes")
     assert len({os.getpid(), *(pid for _, pid in processes)}) == 3
-
-
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_functions_of_a_test_file_reach_every_kind_of_process(start: Any) -> None:
-    found = run_world(at_top_level, 2, kind="processes", start=start)
-    assert [rank for rank, _ in found] == [0, 1]
 
 
 @both
@@ -657,23 +650,6 @@ def test_hundreds_of_worlds_leave_nothing(kind: Kinds, count: int) -> None:
             run_world(program, 3, seed=number, kind=kind, **ENDS[number % 3])
     assert threading.active_count() == threads
     assert len(os.listdir("/dev/fd")) == fds  # noqa: PTH208
-
-
-def test_what_cannot_be_sent_to_a_new_python_is_refused() -> None:
-    with pytest.raises(TypeError, match="top level"):
-        run_world(lambda: None, 2, kind="processes", start="spawn")
-    code = """
-from syncprims.testing import run_world
-
-def program():
-    pass
-
-run_world(program, 2, kind="processes", start="spawn")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "TypeError: <function program at " in done.stderr
-    assert "it is defined in a notebook or an interactive session" in done.stderr
-    assert done.returncode == 1
 
 
 class Held:
