@@ -125,7 +125,7 @@ def _meet(
 # -- any object, encoded ---------------------------------------------------------------------------
 
 
-def check_encodable(rounds: Rounds, label: Label, obj: object) -> None:
+def check_encodable(rounds: Rounds, label: Label, obj: Any) -> None:
     """Accept an object that could travel, in a world where it need not.
 
     :raises EncodingError: as where it does.

@@ -262,11 +262,11 @@ class _Launcher:
             try:
                 Path(self._plan.log_dir).mkdir(parents=True, exist_ok=True)
                 Path(self._plan.log_dir, "rank-0.log").open("ab").close()
-            except OSError as error:
+            except OSError as refusal:
                 raise ConfigurationError(
-                    f"--log-dir {self._plan.log_dir}: {error.strerror}; name a directory in which "
-                    f"this user may write"
-                ) from error
+                    f"--log-dir {self._plan.log_dir}: {refusal.strerror}; name a directory in "
+                    f"which this user may write"
+                ) from refusal
         restarts = 0 if self._plan.least else self._plan.max_restarts
         for restart in range(restarts + 1):
             if restart:
