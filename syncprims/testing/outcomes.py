@@ -437,11 +437,10 @@ def _call(call: RecordedCall, run: WorldRun) -> str:
 
 
 def _of_group(word: str, board: tuple[tuple[int, ...], str], run: WorldRun) -> str:
-    """Return `word` and the group that meets at this board; "" if it is the board of all ranks."""
-    members, name = board
-    if len(members) == len(run.outcomes) and not name:
-        return ""
-    return f"{word} group {describe_group(members, name)}"
+    """Return `word` and the group of this board; "" if all ranks met there, and at no other."""
+    size = len(run.outcomes)
+    whole = {call.at for o in run.outcomes for call in o.calls if len(call.members) == size}
+    return "" if whole == {board} else f"{word} group {describe_group(*board)}"
 
 
 def _first_difference(run: WorldRun) -> str:

@@ -4,6 +4,10 @@ Objects of a backend get a class of their own that is derived from theirs, so th
 processes and a third party's backend are observed in the same way.
 """
 
+# The base of a probed class is that of the object, which no type checker knows.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import functools

@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import gc
 import importlib
-import importlib.util
 import math
 import os
 import pickle

@@ -197,7 +197,7 @@ class _ModuleHooks:
     """The hooks of all modules of torch: what a test has registered holds for each rank."""
 
     def __init__(self) -> None:
-        self._module = vars(torch.nn.modules.module)
+        self._module: dict[str, Any] = torch.nn.modules.module.__dict__
         self._begin = {k: v for k, v in self._module.items() if k.startswith("_global_")}
 
     def fresh(self, rank: int) -> Any:
