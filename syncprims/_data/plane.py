@@ -131,7 +131,8 @@ class DataPlane:
         key = key_of(value)
         layout = self._layouts.get(key)
         if layout is None:
-            layout = None if key is None else self._add_layout(key, value)
+            alone = self.count == 1  # then nothing travels
+            layout = None if alone or key is None else self._add_layout(key, value)
         packed = None if layout is None else layout.pack(value)
         if layout is None or packed is None:
             return None

@@ -125,12 +125,13 @@ def _meet(
 # -- any object, encoded ---------------------------------------------------------------------------
 
 
-def check_encodable(rounds: Rounds, label: Label, obj: object) -> None:
+def check_encodable(rounds: Rounds, label: Label, obj: Any) -> None:
     """Accept an object that could travel, in a world where it need not.
 
     :raises EncodingError: as where it does.
     """
-    _encode(rounds, label, obj, out_of_band=[])
+    if not (is_array(obj) and obj.dtype.kind in "biufc"):  # else it could
+        _encode(rounds, label, obj, out_of_band=[])
 
 
 def _encode(rounds: Rounds, label: Label, obj: object, **options: Any) -> bytes:
@@ -236,6 +237,9 @@ class _Gather(_PreparedCall):
     def first_of_any(sequence: RoundSequence, obj: Any, outs: Any) -> _FirstRound:
         """Return the first round for any object."""
         rounds, note = sequence.rounds, sequence.note
+        if len(rounds.members) == 1:
+            check_encodable(rounds, note.label, obj)
+            return note, lambda _: _fill(outs, [obj]), None
         payload = _encode(rounds, note.label, obj)
         posted = note._replace(payload=_shorten(rounds, payload))
         return posted, partial(_gather_any, sequence, obj, payload, outs), None
@@ -309,12 +313,17 @@ def _gather_any(
     def read() -> list[Any]:
         values = _values_of(rounds, sent, decode)
         values[me] = obj
-        for out, value in zip(outs or (), values, strict=False):
-            if out is not None:
-                out[...] = value
-        return values
+        return _fill(outs, values)
 
     return sequence.agree(read) if any(holds_pickle(note.payload) for note in sent) else read()
+
+
+def _fill(outs: Sequence[Any] | None, values: list[Any]) -> list[Any]:
+    """Return `values`, which those of `outs` that are not None hold now."""
+    for out, value in zip(outs or (), values, strict=False):
+        if out is not None:
+            out[...] = value
+    return values
 
 
 # -- broadcast -------------------------------------------------------------------------------------
@@ -347,6 +356,9 @@ class _Broadcast(_PreparedCall):
     def first_of_any(sequence: RoundSequence, obj: Any, out: Any) -> _FirstRound:
         """Return the source's first round for any object."""
         rounds, label = sequence.rounds, sequence.note.label
+        if len(rounds.members) == 1:
+            check_encodable(rounds, label, obj)
+            return sequence.note, lambda _: copy_into(rounds, out, obj), None
         payload, arrays = _pack(rounds, label, obj)
         posted = _shorten(rounds, payload)
         if arrays and posted is not payload:
@@ -466,6 +478,8 @@ class _Reduction(_PreparedCall):
         value = reduction.detached(value)
         if len(rounds.members) == 1:
             check_encodable(rounds, note.label, value)
+            if out is not None and is_array(value) and value.dtype.kind == "f":
+                return note, lambda _: copy_into(rounds, out, value), None  # of one, all are equal
             return note, lambda _: copy_into(rounds, out, _reduce(sequence, [value], op)), None
         payload, arrays = _pack(rounds, note.label, value)
         # The mark says that a round follows, in which all learn if one member cannot go on.

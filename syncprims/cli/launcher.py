@@ -258,6 +258,15 @@ class _Launcher:
     def run(self, scratch: Path, guard: _Guard) -> int:
         """Run all ranks to their end, again after a failure, and return the exit code."""
         self._spare.add(guard.pid)
+        if self._plan.log_dir is not None:
+            try:
+                Path(self._plan.log_dir).mkdir(parents=True, exist_ok=True)
+                Path(self._plan.log_dir, "rank-0.log").open("ab").close()
+            except OSError as refusal:
+                raise ConfigurationError(
+                    f"--log-dir {self._plan.log_dir}: {refusal.strerror}; name a directory in "
+                    f"which this user may write"
+                ) from refusal
         restarts = 0 if self._plan.least else self._plan.max_restarts
         for restart in range(restarts + 1):
             if restart:
@@ -339,9 +348,10 @@ class _Launcher:
         self._ranks.append(started)
         assert process.stdout is not None
         assert process.stderr is not None
+        log = None if self._plan.log_dir is None else Path(self._plan.log_dir, f"rank-{rank}.log")
         return (
-            Source(rank, process.stdout, self._output.stdout),
-            Source(rank, process.stderr, self._output.stderr, started.tail),
+            Source(rank, process.stdout, self._output.stdout, log),
+            Source(rank, process.stderr, self._output.stderr, log, started.tail),
         )
 
     def _environ(self, rank: int) -> dict[str, str]:
@@ -426,5 +436,7 @@ class _Launcher:
         """Report which ranks failed, and why; return the exit code of the root cause."""
         stopped = [rank.rank for rank in self._ranks if rank.stopped]
         lines, code = describe_failure([rank.ended for rank in self._failed], stopped)
+        if self._plan.log_dir is not None:
+            lines.append(f"  all that the ranks have printed is in {self._plan.log_dir}/rank-N.log")
         self._output.say(*lines)
         return code

@@ -157,6 +157,8 @@ class Options:
         "reform()", "MIN:MAX")
     grace: float | None = _option(SECONDS, RANKS,
         "seconds that the ranks have to stop after SIGTERM or Ctrl-C (default: 30)", "SECONDS")
+    log_dir: str | None = _option(word, RANKS,
+        "add what each rank prints to the file rank-N.log in this directory, too", "DIR")
     backend: str | None = _option(word, BACKEND,
         "where the ranks meet: file (shared memory of one host, no torch), torch, gloo, nccl, "
         "single, or a plug-in's (default: $SYNCPRIMS_BACKEND, else nccl with --gpus, else torch "

@@ -16,6 +16,7 @@ import select
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import IO, TextIO
 
 _LONGEST_LINE = 1 << 20  # bytes without an end of line, after which one is added
@@ -32,12 +33,19 @@ class Source:
     """One stream of one rank."""
 
     def __init__(
-        self, rank: int, pipe: IO[bytes], sink: Sink, tail: collections.deque[str] | None = None
+        self,
+        rank: int,
+        pipe: IO[bytes],
+        sink: Sink,
+        log: Path | None = None,
+        tail: collections.deque[str] | None = None,
     ) -> None:
+        """Read `pipe`. All that comes is added to the file `log` as it is."""
         self.rank = rank
         self.pipe = pipe
         self.sink = sink
         self.begun = b""  #: a line that has not ended
+        self._log = None if log is None else log.open("ab", buffering=0)
         self._tail = tail  # gets the last lines
         self._after_return = False  # the newline of a return may come in the next chunk
         self._held: list[bytes] = []  # lines of a traceback
@@ -49,7 +57,15 @@ class Source:
         chunk = os.read(self.pipe.fileno(), 65536)
         if chunk:
             self._take(chunk)
+            self._keep(chunk)
         return bool(chunk)
+
+    def _keep(self, chunk: bytes) -> None:
+        if self._log is not None:
+            try:
+                self._log.write(chunk)
+            except OSError as error:
+                self.sink.error = self.sink.error or error
 
     def end(self) -> None:
         """Show all that is left: nothing more comes."""
@@ -57,6 +73,8 @@ class Source:
         if self.begun:
             self._show([self.begun])
         self.pipe.close()
+        if self._log is not None:
+            self._log.close()
 
     def _take(self, chunk: bytes) -> None:
         if self._after_return:

@@ -28,6 +28,7 @@ class LaunchPlan(NamedTuple):
     max_restarts: int = 0  #: of all ranks on this machine, after one has failed
     least: int | None = None  #: ranks that go on after losses; then lost ones are replaced
     grace: float = 30.0  #: seconds between a signal to stop and SIGKILL
+    log_dir: str | None = None  #: where the output of each rank is written, too
 
 
 def merge(flags: Mapping[str, Any], file: Mapping[str, Any]) -> Options:
@@ -81,7 +82,9 @@ def plan_launch(
     command = [sys.executable, "-u", *script]
     least = options.elastic[0] if options.elastic else None
     restarts, grace = options.max_restarts or 0, options.grace or 30.0
-    return LaunchPlan(command, ranks, variables, torchrun, restarts, least, grace)
+    if torchrun and options.log_dir:
+        raise ConfigurationError("--log-dir is for one node; torchrun has a --log-dir of its own")
+    return LaunchPlan(command, ranks, variables, torchrun, restarts, least, grace, options.log_dir)
 
 
 def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:

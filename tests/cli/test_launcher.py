@@ -512,3 +512,25 @@ def test_rank_0_reads_from_the_terminal(launches: Launches) -> None:
         os.close(terminal)
     assert status == 0, shown
     assert "hello Ada" in shown
+
+
+def test_the_output_of_each_rank_is_in_a_file_too(launches: Launches, tmp_path: Path) -> None:
+    """What a run adds stands below that of the run before; a restart goes on in the same file."""
+    source = """
+        print("out of", get_rank())
+        if get_rank() == 1:
+            print("to stderr", file=sys.stderr)
+            raise SystemExit(3)
+        """
+    logs = tmp_path / "a" / "logs"
+    done = launches.run(source, "--log-dir", str(logs), "--max-restarts", "1", n=2)
+    assert done.code == 3
+    assert done.report[-1] == f"  all that the ranks have printed is in {logs}/rank-N.log"
+    assert "[rank 0] out of 0" in done.out
+    assert (logs / "rank-0.log").read_text() == "out of 0\n" * 2
+    once = ["out of 1", "to stderr"]
+    assert sorted((logs / "rank-1.log").read_text().splitlines()) == sorted(2 * once)
+    (tmp_path / "file").touch()
+    refused = launches.run(source, "--log-dir", str(tmp_path / "file"), n=2)
+    assert "name a directory in which this user may write" in refused.err
+    assert refused.out == ""

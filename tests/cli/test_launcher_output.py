@@ -36,7 +36,7 @@ class Screen:
         reader, writer = os.pipe()
         sink = self._output.stderr if errors else self._output.stdout
         tail = collections.deque[str]() if errors else None
-        self._sources.append(Source(rank, os.fdopen(reader, "rb", 0), sink, tail))
+        self._sources.append(Source(rank, os.fdopen(reader, "rb", 0), sink, tail=tail))
         self._pipes.append(os.fdopen(writer, "wb", 0))
         return self._pipes[-1]
 
