@@ -41,7 +41,7 @@ from .launchers import (
     list_rank_variables,
     make_rank_variables,
 )
-from .membership import Change, await_admission, is_joining, join_epoch, reform
+from .membership import await_admission, is_joining, join_epoch, reform
 from .nodes import place_on_nodes
 from .registry import choose_backend, find_end_recorder
 from .settings import derive_store, find_misspelt, read_settings
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
     from syncprims.interface import Backend, Settings
 
+    from .epoch import Change
     from .group import Group
 
     MakeBackend = Callable[[type[Backend], Topology, Settings], Backend]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from syncprims.interface import Backend, Board, Settings, Topology
 
-    from .membership import Change, Epoch
+    from .epoch import Change, Epoch
 
 #: Seconds after which a wait ends where the backend cannot distinguish a dead rank from a slow one.
 BLIND_TIMEOUT = 1800.0
