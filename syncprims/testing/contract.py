@@ -358,7 +358,7 @@ class BackendContract:
 
     @_on_every_rank
     def test_every_primitive_works(self) -> None:
-        """All collectives return the values they promise."""
+        """All collectives return the values they promise, of objects and of arrays of any size."""
         ranks, rank = self.ranks, sp.get_rank()
         assert sp.get_world_size() == ranks
         for src in range(ranks):
@@ -374,20 +374,14 @@ class BackendContract:
         with sp.in_turn():
             pass
         assert sp.on_main(share=True)(lambda: "main's")() == "main's"
-
-    @_on_every_rank
-    def test_arrays_have_the_same_bits_on_all_ranks(self) -> None:
-        """Broadcast and all-reduce of arrays of all sizes."""
         import numpy
 
-        ranks, rank = self.ranks, sp.get_rank()
         for size in (0, 1, 1_000, 400_000):
             mine = numpy.arange(size, dtype=numpy.float64) + rank
-            got = sp.broadcast(mine, src=ranks - 1)
-            assert (got == numpy.arange(size) + ranks - 1).all()
+            assert (sp.broadcast(mine, src=ranks - 1) == mine - rank + ranks - 1).all()
             total = sp.all_reduce(mine)
-            sp.assert_same(total, "total")
-            assert (total == ranks * numpy.arange(size) + sum(range(ranks))).all()
+            sp.assert_same(total, "total")  # to the bit
+            assert (total == ranks * (mine - rank) + sum(range(ranks))).all()
 
     @_on_every_rank
     def test_timeout_names_the_missing_rank(self) -> None:
@@ -401,9 +395,3 @@ class BackendContract:
         except sp.SyncTimeout as error:
             missing = error.missing
         assert missing == [1]
-
-    def test_worlds_follow_each_other(self) -> None:
-        """Nothing of one world is visible in the next."""
-        for _ in range(3):
-            found = self.run(lambda: sp.all_gather(sp.get_rank()))
-            assert found == [list(range(self.ranks))] * self.ranks

@@ -14,7 +14,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -22,29 +22,16 @@ import torch
 from syncprims.c10d.torch_internals import PROCESS_ATTRIBUTES
 
 
-class Part(Protocol):
-    """One thing that a process has one of."""
-
-    def fresh(self, rank: int) -> Any:
-        """Return what `rank` begins with."""
-        ...
-
-    def save(self) -> Any:
-        """Return what is there now."""
-        ...
-
-    def load(self, kept: Any) -> None:
-        """Put there what :meth:`save` or :meth:`fresh` has returned."""
-
-
 class RankGlobals:
     """The globals of each rank; the process has those of the rank that was entered last.
 
-    A module that a rank imports is seen at the next turn.
+    They are parts with three methods. ``fresh(rank)`` returns what a rank begins with, ``save()``
+    what is there now, and ``load()`` puts either there. A module that a rank imports is seen at the
+    next turn.
     """
 
     def __init__(self, environs: Sequence[Mapping[str, str]]) -> None:
-        self._parts: list[Part] = [
+        self._parts: list[Any] = [
             _Environment(environs),
             _PythonRandom(),
             _NumpyRandom(),
@@ -73,7 +60,7 @@ class RankGlobals:
             part.load(value)
         self._here = rank
 
-    def _find_parts(self) -> list[Part]:
+    def _find_parts(self) -> list[Any]:
         """Add the attributes of modules that have been imported meanwhile, and return them."""
         self._modules = len(sys.modules)
         found = {given: _find(*given) for given in self._awaited}
