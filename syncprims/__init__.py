@@ -37,8 +37,7 @@ from syncprims._api.trigger import Trigger, check_trigger, set_trigger
 from syncprims._world.epoch import Change
 from syncprims._world.group import Group
 from syncprims._world.runtime import current, init, shutdown
-from syncprims._world.version import version
-from syncprims._world.world import World
+from syncprims._world.world import World, version
 from syncprims.errors import (
     BackendUnavailable,
     CheckpointError,

@@ -9,6 +9,7 @@ below it, which use its private members.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import time
@@ -37,7 +38,6 @@ from syncprims.interface import Note
 
 from .group import Group, close_group, rounds_of
 from .nodes import SaidPlace, identify_host, number_nodes, place_on_nodes
-from .version import version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -541,3 +541,14 @@ def _report_end(path: str, failure: bytes | None) -> None:
         with open(f"{path}.new", "wb") as file:  # noqa: PTH123
             file.write(failure)
         os.replace(f"{path}.new", path)  # noqa: PTH105
+
+
+@functools.cache  # reading it takes as long as a hundred barriers
+def version() -> str:
+    """Return the installed release, as ranks compare it when they meet."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import: not at start
+
+    try:
+        return version("syncprims")
+    except PackageNotFoundError:  # a bare checkout on the path
+        return "unknown"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from syncprims._world.version import version
+from syncprims._world.world import version
 from syncprims.errors import SyncError
 
 from . import env, run, trace, who

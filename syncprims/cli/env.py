@@ -21,7 +21,7 @@ from syncprims._system.host import count_processors
 from syncprims._world.launchers import LAUNCHERS, explain, find_half_world
 from syncprims._world.registry import choose_backend
 from syncprims._world.settings import derive_store, find_misspelt, read_settings
-from syncprims._world.version import version
+from syncprims._world.world import version
 from syncprims.errors import SyncError
 from syncprims.interface import UNKNOWN, Topology
 

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,11 +42,17 @@ from syncprims._system.processes import (
 from syncprims._world.launchers import detect, make_rank_variables
 from syncprims._world.registry import find_end_recorder
 from syncprims._world.scratch import scratch_directory
-from syncprims.errors import ConfigurationError, SyncError, describe_exit
+from syncprims.errors import (
+    ConfigurationError,
+    Failure,
+    SyncError,
+    describe_exit,
+    format_ranks,
+    parse_ranks,
+)
 
 from .output import Output, Source
 from .plan import LaunchPlan, launch_environment
-from .report import EndedRank, describe_failure
 from .who import describe_run
 
 GRACE = 5.0  # seconds between a failure and SIGTERM, and between SIGTERM and SIGKILL
@@ -440,3 +446,77 @@ class _Launcher:
             lines.append(f"  all that the ranks have printed is in {self._plan.log_dir}/rank-N.log")
         self._output.say(*lines)
         return code
+
+
+# -- the report: the ranks that followed in one line, the cause at the end -----------------------
+
+_LONGEST_LINE = 400  # characters of a cause in a line
+
+
+class EndedRank(NamedTuple):
+    """A rank that failed by itself."""
+
+    rank: int
+    status: int  #: as :func:`os.waitstatus_to_exitcode`
+    failure: Failure | None  #: what it has reported, if anything
+    tail: Sequence[str]  #: the last lines it wrote to stderr
+
+    @property
+    def follows(self) -> bool:
+        """Whether it failed only because another rank had failed, or all together."""
+        return self.failure is not None and self.failure.consequence
+
+    @property
+    def kind(self) -> str:
+        """The class of its error."""
+        return "" if self.failure is None else self.failure.type.removeprefix("syncprims.")
+
+    @property
+    def how(self) -> str:
+        """How its process ended, and with which error."""
+        text = f"({describe_exit(self.status)})"
+        if self.failure is not None:
+            text += f": {self.failure.headline.removeprefix('syncprims.')}"
+        return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
+
+
+def describe_failure(failed: Sequence[EndedRank], stopped: Sequence[int]) -> tuple[list[str], int]:
+    """Return the lines about a run that failed, and its exit code.
+
+    `failed` are the ranks that failed, in the order in which they ended; `stopped` were ended.
+    """
+    causes = [end for end in failed if not end.follows]
+    first, verb = (causes or failed)[0], "failed first"
+    leaders = [first]
+    if not causes:  # all have the same verdict, and no rank was first
+        leaders = [end for end in failed if end.kind == first.kind]
+        verb = "failed together" if len(failed) > 1 else "failed"
+    ways = collections.defaultdict[str, list[int]](list)
+    for end in failed:
+        if causes and end.follows:
+            ways[f"{end.kind} because of rank {first.rank}"].append(end.rank)
+    lines = [f"{_name(stopped)}: still running then, and ended"] if stopped else []
+    lines += [f"{_name(ranks)}: {how}" for how, ranks in ways.items()]
+    ways.clear()
+    for end in causes or failed:
+        if end not in leaders:
+            ways[f"failed, too {end.how}"].append(end.rank)
+    lines += [f"{_name(ranks)} {how}" for how, ranks in ways.items()]
+    lines.append(f"syncprims run: {_name(end.rank for end in leaders)} {verb} {first.how}")
+    shown = first.tail
+    if first.failure is not None:
+        shown = first.failure.traceback.rstrip().splitlines()
+        if not causes:
+            shown = first.failure.message.rstrip().splitlines()[1:]
+    lines += [f"  | {line}" for line in shown]
+    return lines, 128 - first.status if first.status < 0 else first.status
+
+
+def _name(ranks: Iterable[int]) -> str:
+    """Return ``rank 3``, or ``ranks 0-4, 6, 7``."""
+    spans = [parse_ranks(span) for span in format_ranks(sorted(ranks)).split(",")]
+    parts = [
+        f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans
+    ]
+    several = len(spans) > 1 or len(spans[0]) > 1
+    return f"rank{'s' * several} {', '.join(parts)}"

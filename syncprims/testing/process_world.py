@@ -31,7 +31,7 @@ from syncprims._world.launchers import make_rank_variables
 from syncprims._world.registry import BY_TORCH, load_backend
 from syncprims._world.runtime import become_rank, environ_without_rank, provided_world
 from syncprims._world.scratch import scratch_directory
-from syncprims._world.version import version
+from syncprims._world.world import version
 from syncprims.errors import describe_exit
 from syncprims.interface import Backend, Settings, Topology
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from syncprims._system.processes import load_libc
 from syncprims._world.registry import load_backend
-from syncprims._world.version import version
+from syncprims._world.world import version
 
 _HUGE_PAGE = 2 << 20  # bytes
 _MADV_COLLAPSE = 25  # Linux has it since 6.1; other systems refuse it
