@@ -5,36 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from syncprims._protocol.validation import require
 from syncprims.interface import Label
 
 
-class FaultTarget:
-    """The rank that faults strike: here a process, which is this one."""
+class FaultTarget(NamedTuple):
+    """How faults strike a rank. By default it is a process, which is this one."""
 
-    def kill(self) -> None:
-        """End the rank at once."""
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def stop(self) -> None:
-        """Suspend the rank forever."""
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    def sleep(self, seconds: float) -> None:
-        """Suspend the rank for so many seconds of its time."""
-        time.sleep(seconds)
-
-    def start_replacement(self) -> None:
-        """Start another rank, which joins the run; worlds of threads only."""
+    kill: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    stop: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+    sleep: Callable[[float], None] = time.sleep  #: for so many seconds of its time
+    start_replacement: Callable[[], None] = lambda: None  #: worlds of threads only
 
 
 #: The rank that runs in this context.
 current_target: ContextVar[FaultTarget] = ContextVar(
-    "syncprims_target", default=FaultTarget()  # noqa: B039 - it has no state
+    "syncprims_target", default=FaultTarget()  # noqa: B039 - it is immutable
 )  # fmt: skip
 
 

@@ -184,7 +184,6 @@ class Scheduler:
         late: int = 0,
     ) -> None:
         self.steps = 0  #: decisions made
-        self.turn = 0  #: the rank that runs
         self.aborted = False
         self.threads = [RankThreads() for _ in range(ranks)]  #: that each rank has started
         self.finished = threading.Event()
@@ -438,10 +437,10 @@ class Scheduler:
             if able:
                 self.steps += 1
                 ranks = sorted({turn.rank for turn in able})
-                self.turn = self._schedule.pick(
+                rank = self._schedule.pick(
                     ranks, current.rank if current is not None and current in able else None
                 )
-                return next(turn for turn in able if turn.rank == self.turn)
+                return next(turn for turn in able if turn.rank == rank)
             if self.aborted:
                 raise WorldAborted
             if all(turn.done if turn.own else not turn.waits for turn in self._turns):

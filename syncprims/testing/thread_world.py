@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from syncprims._protocol.deadlock import Wait, deadlock_error, describe_group, find_stuck
 from syncprims._protocol.threads import busy_threads, look_at_threads, waiting_threads
@@ -60,28 +60,6 @@ def run_threads(spec: WorldSpec, output: RankOutput | None) -> WorldRun:
             _has_globals.reset(token)
 
 
-class _ThreadTarget(FaultTarget):
-    """A rank that is a thread."""
-
-    def __init__(self, world: ThreadWorld, outcome: RankOutcome) -> None:
-        self._world = world
-        self._outcome = outcome
-
-    def kill(self) -> None:
-        for world in self._world.shared_worlds:
-            world.lose(self._outcome.rank, "killed by SIGKILL")
-        raise Killed
-
-    def stop(self) -> None:
-        self.sleep(math.inf)
-
-    def sleep(self, seconds: float) -> None:
-        self._world.scheduler.sleep(self._outcome.rank, seconds)
-
-    def start_replacement(self) -> None:
-        self._world.start_late_rank()
-
-
 class ThreadWorld:
     """One run of a world of threads."""
 
@@ -108,7 +86,7 @@ class ThreadWorld:
                 of_rank |= variables
             self._torch = TorchThreads(self._environs)
         self._backend: Any = load_backend("threads")
-        self.scheduler = Scheduler(
+        self._scheduler = Scheduler(
             len(ranks),
             spec.seed.schedule(len(ranks)),
             self._break_standstill,
@@ -116,7 +94,7 @@ class ThreadWorld:
             late,
         )
         # One, unless the program ends its world and starts another.
-        self.shared_worlds: list[Any] = []
+        self._shared_worlds: list[Any] = []
         self._worlds_begun = [0] * len(ranks)
         self._outcomes = [RankOutcome(rank) for rank in ranks]
         self._run = WorldRun(self._outcomes[: spec.ranks], spec.faults, spec.seed)
@@ -144,18 +122,18 @@ class ThreadWorld:
             try:
                 for thread in self._threads:
                     thread.start()
-                self.scheduler.pass_on()
+                self._scheduler.pass_on()
                 self._wait()
             except BaseException:
-                self.scheduler.abort()
+                self._scheduler.abort()
                 self._end(self._threads)
                 raise
-            if not self.scheduler.aborted:
+            if not self._scheduler.aborted:
                 for thread in self._threads:
                     thread.join()  # it has nothing left to do
             # As at the end of a process: one that works ends by itself, for a time.
             waiting = waiting_threads() & busy_threads()
-            helpers = {thread for of_rank in self.scheduler.threads for thread in of_rank.started}
+            helpers = {thread for of_rank in self._scheduler.threads for thread in of_rank.started}
             stuck = [thread for thread in helpers if thread.ident in waiting]
             if not self._end([*stuck, *self._threads]):  # a rank may join one of the others
                 run.gave_up += ". A thread could not be ended, and is left alone"
@@ -166,44 +144,51 @@ class ThreadWorld:
         # One that waited to join until the others had ended took no part.
         first = self._spec.ranks
         run.outcomes = [o for o in run.outcomes if o.rank < first or o.calls or not o.consequence]
-        run.steps = self.scheduler.steps
+        run.steps = self._scheduler.steps
         return run
-
-    def start_late_rank(self) -> None:
-        """Start another rank; it joins in the next `reform`."""
-        self._run.outcomes.append(self._outcomes[len(self._threads)])
-        self._threads.append(self._late.pop(0))
-        self.scheduler.add(self._threads[-1])
 
     # -- a rank -----------------------------------------------------------------------------------
 
     def _run_rank(self, rank: int) -> None:
         spec, outcome = self._spec, self._outcomes[rank]
         entered.set(())
-        current_target.set(_ThreadTarget(self, outcome))
+        sleep = partial(self._scheduler.sleep, rank)
+        stop = partial(sleep, math.inf)
+        current_target.set(FaultTarget(partial(self._kill, rank), stop, sleep, self._start_late))
         current_writer.set(None if self._output is None else (self._output, rank))
         fn = self._torch.as_rank(spec.fn) if self._torch else spec.fn
         try:
             with contextlib.suppress(WorldAborted):
-                self.scheduler.enter(rank)
+                self._scheduler.enter(rank)
                 outcome.run_program(
                     fn,
                     thread_as_rank(self._environs[rank], partial(self._make_backend, rank)),
-                    lambda: self.scheduler.await_threads(rank),
-                    self.scheduler.threads[rank],
+                    lambda: self._scheduler.await_threads(rank),
+                    self._scheduler.threads[rank],
                 )
         finally:
-            self.scheduler.leave(rank)
+            self._scheduler.leave(rank)
+
+    def _kill(self, rank: int) -> NoReturn:
+        for world in self._shared_worlds:
+            world.lose(rank, "killed by SIGKILL")
+        raise Killed
+
+    def _start_late(self) -> None:
+        """Start another rank; it joins in the next `reform`."""
+        self._run.outcomes.append(self._outcomes[len(self._threads)])
+        self._threads.append(self._late.pop(0))
+        self._scheduler.add(self._threads[-1])
 
     def _make_backend(
         self, rank: int, cls: type[Backend], place: Topology, settings: Settings
     ) -> Backend:
         number = self._worlds_begun[rank]
         self._worlds_begun[rank] += 1
-        if number == len(self.shared_worlds):
-            slots = self.shared_worlds[-1].slots if number else range(self._spec.ranks)
-            self.shared_worlds.append(self._backend.shared_world(self.scheduler, slots))
-        backend = self.shared_worlds[number].backend(place, settings, rank)
+        if number == len(self._shared_worlds):
+            slots = self._shared_worlds[-1].slots if number else range(self._spec.ranks)
+            self._shared_worlds.append(self._backend.shared_world(self._scheduler, slots))
+        backend = self._shared_worlds[number].backend(place, settings, rank)
         probe = Probe(
             self._outcomes[rank],
             self._spec.faults,
@@ -219,10 +204,10 @@ class ThreadWorld:
         says so, and the call raises.
         """
         waiting = {
-            board: call for world in self.shared_worlds for board, call in world.waiting.items()
+            board: call for world in self._shared_worlds for board, call in world.waiting.items()
         }
         # Ranks as they are now: `reform` may have changed them since the start.
-        numbers = {s: rank for world in self.shared_worlds for rank, s in enumerate(world.slots)}
+        numbers = {s: rank for world in self._shared_worlds for rank, s in enumerate(world.slots)}
         living = {
             numbers.get(o.rank, o.rank) for o in self._run.outcomes if o.end in ("left", "stopped")
         }
@@ -235,7 +220,7 @@ class ThreadWorld:
             else:
                 wait = Wait(str(board.status(board.rank).label), group, board.missing())
             waits.setdefault(board.rank, []).append(wait)
-        locked = self.scheduler.describe_locked()
+        locked = self._scheduler.describe_locked()
         for rank, text in locked.items():
             self._outcomes[rank].detail = text
             waits.setdefault(numbers.get(rank, rank), [Wait(text, "", (), any=True)])
@@ -254,7 +239,7 @@ class ThreadWorld:
     def _wait(self) -> None:
         """Return when all ranks have ended or the world is given up."""
         limit = self._spec.time_limit
-        while not self.scheduler.finished.wait(limit):
+        while not self._scheduler.finished.wait(limit):
             stacks = "".join(
                 f"stack of rank {rank}:\n{''.join(trim_stack(stack))}"
                 for rank, stack in self._look_at_ranks(traceback.format_stack).items()
@@ -263,9 +248,9 @@ class ThreadWorld:
                 continue
             assert limit is not None
             self._run.timed_out(limit, stacks)
-            for rank in self.scheduler.ready_ranks():
+            for rank in self._scheduler.ready_ranks():
                 self._outcomes[rank].detail = "is ready to run"
-            self.scheduler.abort()
+            self._scheduler.abort()
 
     def _end(self, threads: Sequence[threading.Thread]) -> bool:
         """End these threads, which have nothing left to do; return whether they have ended."""

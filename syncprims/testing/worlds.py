@@ -139,7 +139,10 @@ def explore(
     missed = spec.faults  # under every schedule
     shortest: tuple[int, Exception] | None = None  # steps, failure
     tried = failures = steps = 0
-    while True:
+    while tried < schedules:
+        if tried:
+            following = spec.seed._replace(number=spec.seed.number + tried)
+            run = run_once(dataclasses.replace(spec, seed=following))
         tried += 1
         steps = max(steps, run.steps)
         paths.add(hash(tuple(run.path())))
@@ -152,10 +155,6 @@ def explore(
                 schedules = min(schedules, tried + _FURTHER)
             if shortest is None or run.steps < shortest[0]:
                 shortest = run.steps, add_note(error, replay)
-        if tried == schedules:
-            break
-        following = spec.seed._replace(number=spec.seed.number + tried)
-        run = run_once(dataclasses.replace(spec, seed=following))
     if shortest is not None:
         raise add_note(
             shortest[1],
