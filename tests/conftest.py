@@ -64,6 +64,13 @@ def _target(descriptor: Path) -> str:
 _KEPT = set(signal.Signals) - {signal.SIGCHLD, signal.SIGALRM}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the long loops of `make soak` take their time."""
+    for item in items:
+        if item.get_closest_marker("soak") is not None:
+            item.add_marker(pytest.mark.timeout(7200))
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Generator[None]:
     """Fail a test that changes this process.

@@ -153,6 +153,8 @@ class RankOutcome:
 
         Its traceback begins, and for a library error ends, in user code.
         """
+        if "environment variable RANK expected" in str(error):  # torch's, in a world without it
+            error.add_note("torch.distributed works in a test world if torch=True is given")
         trace = error.__traceback__
         if isinstance(error, SyncError):
             served = sys.modules.get("syncprims.c10d.torch_internals")

@@ -517,3 +517,9 @@ def grow(worlds: int) -> int:
 def test_two_hundred_worlds_do_not_grow() -> None:
     grow(50)
     assert grow(200) < 8 << 20
+
+
+def test_a_forgotten_argument_is_named() -> None:
+    with pytest.raises(ValueError, match="RANK expected") as caught:
+        run_world(lambda: dist.init_process_group("gloo"), 2)
+    assert any("if torch=True is given" in note for note in caught.value.__notes__)
