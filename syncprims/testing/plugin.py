@@ -142,12 +142,6 @@ def _worlds(mark: pytest.Mark) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _text(mark: pytest.Mark) -> str:
-    """Return the marker as it is written in a test."""
-    named = [f"{name}={value!r}" for name, value in mark.kwargs.items()]
-    return f"pytest.mark.world({', '.join([*map(repr, mark.args), *named])})"
-
-
 def _several(value: Any) -> Sequence[Any]:
     return list(cast("Sequence[Any]", value)) if isinstance(value, list | tuple) else [value]
 
@@ -201,15 +195,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     try:
         worlds = _worlds(mark)
     except (TypeError, ValueError) as error:
-        _refuse(f"{_text(mark)}: {error}")
+        _refuse(f"pytest.mark.world: {error}")
     names = pyfuncitem._fixtureinfo.argnames  # pyright: ignore[reportPrivateUsage]
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     callspec = getattr(pyfuncitem, "callspec", None)
     chosen: dict[str, Any] | None = callspec.params.get(_ARGUMENT) if callspec else None
     if chosen is None and len(worlds) > 1:
         _refuse(  # it would run in the first one only
-            f"{_text(mark)}: a mark of one parameter set, or one that was added to a collected "
-            f"test, can name one world only; mark the function to have a test of each"
+            "pytest.mark.world: a mark of one parameter set, or one that was added to a collected "
+            "test, can name one world only; mark the function to have a test of each"
         )
     options = dict(chosen or next(iter(worlds.values())))
     kind, schedules = options.pop("kind"), options.pop("schedules", 1)

@@ -157,3 +157,16 @@ def test_a_send_that_no_rank_receives_is_no_progress(kind: Any) -> None:
 
     with pytest.raises(DeadlockError, match=r"(?s)barrier.*tag 3"):
         run_world(body, 2, torch=True, kind=kind)
+
+
+def test_schedules_show_every_order_of_receives_from_any_source() -> None:
+    orders: set[tuple[int, int]] = set()
+
+    def body() -> None:
+        if start() == 0:
+            orders.add((dist.recv(one()), dist.recv(one())))
+        else:
+            dist.send(one(), 0)
+
+    explore(body, 3, schedules=30, torch=True, seed=1)
+    assert orders == {(1, 2), (2, 1)}
