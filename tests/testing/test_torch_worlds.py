@@ -349,13 +349,14 @@ def test_a_thread_that_its_rank_does_not_wait_for_is_refused() -> None:
 
     def body() -> None:
         dist.init_process_group("gloo")
+        dist.barrier()  # else the thread may see a rank without a group
         if dist.get_rank() == 0:
             threading.Thread(target=call).start()
         while dist.get_rank() == 1 and not tried.is_set():
             dist.distributed_c10d._get_default_store().check(["none"])  # the others get their turn
         dist.barrier()
 
-    for seed in (2354715023, *range(10)):
+    for seed in range(10):
         tried = threading.Event()
         with pytest.raises(sp.ConcurrentCall):  # the rank fails with what ends its thread
             run_world(body, 2, seed=seed, torch=True)
