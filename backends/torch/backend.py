@@ -277,6 +277,7 @@ class TorchBackend(Backend):
             board.close()
         self._boards.clear()
         self._published.clear()
+        self.publish(b"")
         self.topology = topology
         connection, hosts = self._connection, self._hosts
         if connection is None or hosts is None:

@@ -69,7 +69,8 @@ def survive(seed: int, steps: int = 8) -> Any:
 def judge(results: list[Any], count: int) -> None:
     """Check what :func:`survive` has returned on the ranks that are left."""
     assert results
-    assert [rank for rank, *_ in results] == list(range(len(results)))
+    # Of two that join, the one that was started later may have come first.
+    assert sorted(rank for rank, *_ in results) == list(range(len(results)))
     for _, size, seen, changes in results:
         assert seen == results[0][2]
         assert changes == results[0][3]
