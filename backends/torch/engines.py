@@ -123,6 +123,7 @@ class GlooEngine(Engine):
         self._group: Any = None
         self._links: Links | None = None
         self._begin = math.inf  # of the transfer under way
+        self._failed_at = -math.inf
         self._pending: Any = None
         self._closed = False
 
@@ -147,7 +148,11 @@ class GlooEngine(Engine):
         """Return which hosts do not reach each other, once a transfer takes suspiciously long."""
         if self._links is None or time.monotonic() < self._begin + self._limit / 2:
             return ""
-        return self._links.obstacle()
+        said = self._links.obstacle()
+        # That a host answers does not say that its ranks live: their heartbeat does.
+        if not said and time.monotonic() < self._failed_at + 2 * self._limit:
+            return None
+        return said
 
     def close(self) -> None:
         """End a pending transfer, and release the group."""
@@ -178,7 +183,7 @@ class GlooEngine(Engine):
             self._pending = None
             work.wait()
         except BaseException:
-            self._begin = -math.inf  # time to look for an obstacle
+            self._begin, self._failed_at = -math.inf, time.monotonic()  # look for an obstacle
             raise
 
     def _connect(self) -> Any:
