@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +22,7 @@ class TinyBackend(Backend):
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
         super().__init__(topology, settings)
-        assert settings.directory is not None
-        self.root = Path(settings.directory) / f"tiny-{topology.run_id}"
+        self.root = Path(settings.directory or tempfile.gettempdir()) / f"tiny-{topology.run_id}"
         self.root.mkdir(exist_ok=True)
         self.write("alive", str(os.getpid()).encode())
 
