@@ -12,7 +12,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from . import accelerator, configuration, utils
+from . import accelerator, utils
 from . import data_loader as data_loader
 from . import state as state
 from . import tracking as tracking
@@ -62,13 +62,7 @@ _add_modules(
     },
 )
 _OF_UTILS = [
-    "constants", "environment", "imports", "memory", "modeling", "operations", "other", "random",
-    "versions",
+    "constants", "dataclasses", "environment", "imports", "memory", "modeling", "operations",
+    "other", "random", "versions",
 ]  # fmt: skip
-_add_modules(
-    utils,
-    {
-        "dataclasses": configuration,
-        **dict.fromkeys(_OF_UTILS, utils),
-    },
-)
+_add_modules(utils, dict.fromkeys(_OF_UTILS, utils))

@@ -67,6 +67,11 @@ def _instead_of(name: str) -> str:
 class _NotOffered(type):
     """Makes a class that can be imported and asked about, but neither called nor read."""
 
+    _prepared: type | tuple[()]  #: whose objects are its instances
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls._prepared)
+
     def __call__(cls, *_: object, **__: object) -> NoReturn:
         cls._refuse()
 
@@ -81,16 +86,17 @@ class _NotOffered(type):
         )
 
 
-def not_offered(module: str, name: str) -> type:
+def not_offered(module: str, name: str, prepared: type | tuple[()] = ()) -> type:
     """Return what stands for a name of Accelerate's that is not here: its use is an error.
 
-    Programs import such names at their top, and use them only where the user asks for it.
+    Programs import such names at their top, and use them only where the user asks for it. Objects
+    of `prepared` count as its instances.
 
     :raises AttributeError: if Accelerate has no such name, as far as is known here.
     """
     if name.startswith("__") or not _instead_of(name):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    return _NotOffered(name, (), {"__module__": module})
+    return _NotOffered(name, (), {"__module__": module, "_prepared": prepared})
 
 
 def check_fixed(fixed: Any, value: Any, call: str, instead: str) -> None:

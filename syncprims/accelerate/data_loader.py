@@ -62,4 +62,4 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    return _not_offered(__name__, name)
+    return _not_offered(__name__, name, PreparedLoader if name.startswith("DataLoader") else ())

@@ -227,8 +227,9 @@ class Tracking:
             raise TypeError("init_trackers(init_kwargs=): make trackers with them, for log_with=")
         for name in self.log_with:
             if syncprims.is_main():
-                tracker = _KNOWN[name][0](project_name, self.logging_dir, **options.get(name, {}))
-                self.trackers.append(tracker)
+                kind, own = _KNOWN[name][0], options.get(name, {})
+                where = [self.logging_dir] if kind.requires_logging_directory else []
+                self.trackers.append(kind(project_name, *where, **own))
         self.log_with = []
         for tracker in filter(_calls, self.trackers):
             if hasattr(tracker, "start"):

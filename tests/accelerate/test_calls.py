@@ -177,6 +177,9 @@ class _Lines(GeneralTracker):
     name = "lines"
     seen: ClassVar[list[Any]] = []
 
+    def __init__(self, run_name: str) -> None:
+        super().__init__(run_name)
+
     def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
         self.seen.append((self.run_name, values, step))
 

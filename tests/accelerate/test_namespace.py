@@ -58,6 +58,7 @@ def test_importing_syncprims_imports_no_torch() -> None:
         (".data_loader", "BatchSamplerShard", "prepare"),
         (".utils", "find_tied_parameters", "accelerate.utils"),
         (".utils", "patch_environment", "accelerate.utils"),
+        (".utils.dataclasses", "DeepSpeedPlugin", "fully_shard"),
     ],
 )
 def test_what_is_not_offered_names_the_way(module: str, name: str, said: str) -> None:
