@@ -113,12 +113,13 @@ class ProcessWatch:
 
     def _zombie_status(self) -> int | None:
         """Ask proc(5), which knows it until the parent has reaped the process."""
+        hidden = _is_hidden(self._who.pid)  # asked first: a process that is reaped is not hidden
         fields = read_stat(self._who.pid)
         if len(fields) < 50 or fields[0] != b"Z" or int(fields[19]) != self._who.started:
             return None
         status = int(fields[49])
         # The system shows 0 to those who may not know: this process has another user now.
-        return None if status == 0 and _is_hidden(self._who.pid) else status
+        return None if status == 0 and hidden else status
 
     def close(self) -> None:
         """Stop watching."""

@@ -226,6 +226,7 @@ class Ranks:
         if self.kind.hosts > 1:
             variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **variables}
         with tempfile.TemporaryDirectory() as folder:
+            Path(folder).chmod(0o777)  # also for ranks that drop their privileges
             files = [Path(folder, str(rank)) for rank in range(self.ranks)]
             pids = [
                 fork(

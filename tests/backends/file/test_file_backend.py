@@ -357,6 +357,7 @@ def test_a_disk_without_any_room_keeps_ranks_in_step(meeting_place: Path) -> Non
                 said.append(str(error))
             except sp.PeerFailed as error:
                 said.append(error.failures[0].type)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         return said
 
     own, other = Ranks(Kind("file", 2), meeting_place).run(program)
