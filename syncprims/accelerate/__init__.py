@@ -8,12 +8,13 @@ torch; ``import syncprims`` does not.
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import ModuleType
-from typing import Any
 
 from . import accelerator, utils
 from . import data_loader as data_loader
+from . import logging as logging
 from . import state as state
 from . import tracking as tracking
 from .accelerator import Accelerator as Accelerator
@@ -22,7 +23,6 @@ from .configuration import DataLoaderConfiguration as DataLoaderConfiguration
 from .configuration import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from .configuration import GradScalerKwargs as GradScalerKwargs
 from .configuration import InitProcessGroupKwargs as InitProcessGroupKwargs
-from .configuration import not_offered as _not_offered
 from .data_loader import skip_first_batches as skip_first_batches
 from .saving import load_checkpoint_in_model as load_checkpoint_in_model
 from .state import DistributedType as DistributedType
@@ -38,8 +38,8 @@ from .utils import synchronize_rng_states as synchronize_rng_states
 __version__ = "1.15.0"
 
 
-def __getattr__(name: str) -> Any:
-    return _not_offered(__name__, name)
+for _module in (sys.modules[__name__], accelerator, data_loader, logging, state, tracking, utils):
+    vars(_module)["__getattr__"] = functools.partial(utils.find_name, _module.__name__)
 
 
 def _add_modules(parent: ModuleType, modules: dict[str, ModuleType]) -> None:
@@ -53,10 +53,13 @@ _add_modules(
     sys.modules[__name__],
     {
         "big_modeling": utils,
+        "checkpointing": utils,
         "hooks": utils,
-        "local_sgd": utils,
-        "parallelism_config": utils,
+        "inference": utils,
         "launchers": utils,
+        "local_sgd": utils,
+        "memory_utils": utils,
+        "parallelism_config": utils,
         "optimizer": accelerator,
         "scheduler": accelerator,
     },

@@ -37,7 +37,9 @@ _INSTEAD = {
     "pippy": "use torch.distributed.pipelining",
     "profile": "use torch.profiler.profile() itself",
     "localsgd": "step in no_sync(model), and all_reduce() the parameters every few steps",
-    "skipdataloader": "call skip_first_batches(loader, count)",
+    "hook": "use register_forward_hook() and its kin of the module itself",
+    "customstate acceleratorstate": "call save_state() and load_state() of the Accelerator",
+    "skipdataloader skipbatch": "call skip_first_batches(loader, count)",
     "shard dataloaderdispatcher": "prepare() the loader: each rank then gets its part",
     "setmoduletensor": _DEVICE_MAP,
     "rngtype": "call synchronize_rng_states() where ranks are to draw the same numbers",
@@ -45,11 +47,11 @@ _INSTEAD = {
     "fullstatedict": "leave it out: tensors spread over ranks are cut from whole ones",
     "broadcastfromrank0": "leave it out: every rank reads for itself",
     # Small functions and names about files that serve Accelerate itself.
-    "trainstep padnested computeenvironment customdtype gathered patternname modelname"
+    "trainstep padnested nonpersistent environment customdtype gathered patternname modelname"
     " optimizername rngstatename samplername schedulername scalername precisiontype prefixeddataset"
     " prepareforlaunch sagema torchlaunch operationtypes tensorinformation profilingavailable"
     " librariesinitialized avglosses maximumsizes p2pib oskernel tiedparameters weightsretied"
-    " retie statedict environment compileregions compiledregions modulesizes convert bytesize"
+    " retie statedict compileregions compiledregions modulesizes convert bytesize"
     " lastlinear finddevice moduledevice distributedinformation devicetype datastructure gpuinfo"
     " gradscaler fromenv contextmanager modeltpsize modulechildren prettyname hasao"
     " transformerengine honortype idtensor ignorant initializetensors gaudi1 namedtuple portinuse"

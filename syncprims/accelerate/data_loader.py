@@ -12,8 +12,6 @@ from syncprims.training import prepare_data_loader as _prepare
 from syncprims.training import skip_first_batches as _skip_first_batches
 from syncprims.training.data.sampling import SeedableRandomSampler as SeedableRandomSampler
 
-from .configuration import not_offered as _not_offered
-
 __all__ = ["SeedableRandomSampler", "prepare_data_loader", "skip_first_batches"]
 
 
@@ -59,7 +57,3 @@ def order_of(stateful: bool, seedable: bool) -> str:
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return a view of a loader without its first batches."""
     return _skip_first_batches(dataloader, num_batches)
-
-
-def __getattr__(name: str) -> Any:
-    return _not_offered(__name__, name, PreparedLoader if name.startswith("DataLoader") else ())

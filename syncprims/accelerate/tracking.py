@@ -13,8 +13,6 @@ from typing import Any
 
 import syncprims
 
-from .configuration import not_offered as _not_offered
-
 
 class GeneralTracker:
     """A tracker under its `name`. Subclass it for one of your own: ``start`` and ``log``."""
@@ -271,7 +269,3 @@ class Tracking:
         for tracker in filter(_calls, self.trackers):
             if hasattr(tracker, "finish"):
                 tracker.finish()
-
-
-def __getattr__(name: str) -> Any:
-    return _not_offered(__name__, name)

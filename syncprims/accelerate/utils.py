@@ -6,6 +6,7 @@ import functools
 import gc
 import operator
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import version
@@ -16,8 +17,8 @@ import torch
 from torch.torch_version import TorchVersion
 
 import syncprims
+from syncprims.training import PreparedLoader, rank_device, unwrap_model
 from syncprims.training import gathering as _gathering
-from syncprims.training import rank_device, unwrap_model
 from syncprims.training import set_seed as set_seed
 from syncprims.training.checkpoints import save_object
 from syncprims.training.checkpoints.save_model import FIRST_FILES as _FIRST_FILES
@@ -37,7 +38,7 @@ from .configuration import KwargsHandler as KwargsHandler
 from .configuration import LoggerType as LoggerType
 from .configuration import ProjectConfiguration as ProjectConfiguration
 from .configuration import TorchDynamoPlugin as TorchDynamoPlugin
-from .configuration import not_offered as _not_offered
+from .configuration import not_offered
 from .saving import load_checkpoint_in_model as load_checkpoint_in_model
 
 DistributedOperationException = syncprims.RankMismatch
@@ -144,9 +145,20 @@ _ANSWERS: dict[str, Callable[[], bool]] = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def find_name(module: str, name: str) -> Any:
+    """Return a name of Accelerate's that `module` has from elsewhere, or that is not offered.
+
+    Accelerate's modules have the names of those that they import, and programs import these there.
+
+    :raises AttributeError: if Accelerate has no such name, as far as is known here.
+    """
+    package = __name__.rpartition(".")[0]
+    for other in ("state", "utils", "logging", "accelerator", "data_loader", "tracking"):
+        names = vars(sys.modules[f"{package}.{other}"])
+        if name in names and not name.startswith("_"):
+            return names[name]
     if not (name.startswith("is_") and name.endswith("_available")):
-        return _not_offered(__name__, name)
+        return not_offered(module, name, PreparedLoader if name.startswith("DataLoader") else ())
     topic = name.removeprefix("is_").removesuffix("_available")
     package = _PACKAGES.get(topic, topic)
     answer = _ANSWERS.get(topic) or (lambda: topic not in _NEVER and find_spec(package) is not None)

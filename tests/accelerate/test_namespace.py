@@ -59,6 +59,8 @@ def test_importing_syncprims_imports_no_torch() -> None:
         (".utils", "find_tied_parameters", "accelerate.utils"),
         (".utils", "patch_environment", "accelerate.utils"),
         (".utils.dataclasses", "DeepSpeedPlugin", "fully_shard"),
+        (".hooks", "SequentialHook", "register_forward_hook"),
+        (".checkpointing", "load_accelerator_state", "load_state"),
     ],
 )
 def test_what_is_not_offered_names_the_way(module: str, name: str, said: str) -> None:
@@ -71,7 +73,24 @@ def test_what_is_not_offered_names_the_way(module: str, name: str, said: str) ->
     assert not hasattr(importlib.import_module(f"syncprims.accelerate{module}"), "nonsense")
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "home"),
+    [
+        ("data_loader", "send_to_device", "utils"),
+        ("accelerator", "PartialState", "state"),
+        ("tracking", "get_logger", "logging"),
+        ("optimizer", "AcceleratorState", "state"),
+        ("memory_utils", "find_executable_batch_size", "utils"),
+        ("local_sgd", "Accelerator", "accelerator"),
+    ],
+)
+def test_modules_have_the_names_that_accelerates_import(module: str, name: str, home: str) -> None:
+    of, where = (f"syncprims.accelerate.{one}" for one in (module, home))
+    assert getattr(importlib.import_module(of), name) is getattr(sys.modules[where], name)
+
+
 def test_questions_that_scripts_ask() -> None:
+    assert accelerate.state.is_xpu_available() == torch.xpu.is_available()
     assert utils.is_pytest_available()
     assert not utils.is_deepspeed_available()
     assert utils.is_torch_version(">=", "2.0")
