@@ -7,7 +7,8 @@ and whether a rank can ever continue is known and not guessed.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
 
 from syncprims.errors import ConfigurationError, load
 from syncprims.interface import (
@@ -23,16 +24,19 @@ from syncprims.interface import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from syncprims.interface import State
 
+_ENDS, _JOINS = "ends", "joins"  # what ranks access
 _SMALL_SLOT = 1024  # bytes for the small values of a member in each of two rounds
 
 
 class RankScheduler(Protocol):
     """Decides which rank runs."""
+
+    exact: bool  #: all orders are explored: it has to know what ranks access
 
     def now(self) -> float:
         """Return the virtual time in seconds."""
@@ -40,6 +44,11 @@ class RankScheduler(Protocol):
 
     def step(self, rank: int) -> None:
         """Run another rank first, or not."""
+
+    def access(
+        self, rank: int, thing: Hashable, mode: Literal["read", "write", "post", "collect"]
+    ) -> None:
+        """Record that `rank` accesses something that ranks share: orders of that may differ."""
 
     def inside(self, rank: int) -> AbstractContextManager[object]:
         """Return a context that keeps other threads out of boards, except where this one waits."""
@@ -76,12 +85,15 @@ class SharedWorld:
 
     def lose(self, slot: int, detail: str) -> None:
         """Show a rank to the others as dead from now on, whatever it still does."""
+        self.scheduler.access(slot, _ENDS, "write")
         self.states[slot] = "lost", detail, b""
         self.any_ended = True
 
     def leave(self, slot: int, failure: bytes | None) -> None:
         """Show to the others how a rank has ended."""
         if self.states[slot][0] == "alive":
+            if failure is not None:  # whoever waits for one that has finished waits in vain anyway
+                self.scheduler.access(slot, _ENDS, "write")
             self.states[slot] = "finished" if failure is None else "failed", "", failure or b""
             self.any_ended = True
 
@@ -123,6 +135,7 @@ class ThreadBackend(Backend):
         self.host = str(topology.node_rank)  # that a test pretends
         self.slots = self._slots = ThreadSlots(self, world, slot)
         world.states[slot] = "alive", "", b""
+        world.scheduler.access(slot, _JOINS, "post")
 
     @classmethod
     def check(cls, topology: Topology, settings: Settings) -> NoReturn:
@@ -178,6 +191,8 @@ class ThreadBackend(Backend):
             finally:
                 for board in own:
                     waiting.pop(board, None)
+            for board in own if len(own) > 1 else ():  # which of them is the first makes an order
+                scheduler.access(self._slots.own, board.key, "read")
         return ready()
 
     def close(self, failure: bytes | None = None) -> None:
@@ -212,34 +227,41 @@ class ThreadSlots(Slots):
         self.open = backend.settings.elastic
         self._backend = backend
         self._world = world
+        self._access = partial(world.scheduler.access, slot)
 
     def publish_call(self, call: bytes) -> None:
         """Publish the call; another rank may be faster."""
         with self._world.scheduler.inside(self.own):
             self._world.scheduler.step(self.own)
+            self._access(("call", self.own), "write")
             self._world.calls[self.own] = call
 
     def call_of(self, slot: int) -> bytes:
         """Return the last call of `slot`."""
+        self._access(("call", slot), "read")
         return self._world.calls.get(slot, b"")
 
     def state(self, slot: int) -> State:
         """Return the state of `slot`."""
+        self._access(_ENDS, "read")
         return self._world.state(slot)[0]
 
     def waiting(self) -> list[int]:
         """Return the slots whose threads wait to join."""
+        self._access(_JOINS, "read")
         living = (slot for slot in sorted(self._world.states) if self.state(slot) == "alive")
         return [slot for slot in living if slot not in self.members]
 
     def decided(self, name: str) -> str | None:
         """Return the decision `name`."""
+        self._access(("decision", name), "read")
         return self._world.decisions.get(name)
 
     def decide(self, name: str, word: str) -> str:
         """Decide, unless another rank is faster."""
         with self._world.scheduler.inside(self.own):
             self._world.scheduler.step(self.own)
+            self._access(("decision", name), "write")
             return self._world.decisions.setdefault(name, word)
 
     def wait(self, ready: Callable[[], bool], timeout: float, waits_for: Sequence[int]) -> None:
@@ -309,6 +331,9 @@ class ThreadBoard(Board):
         self._own = slots[rank]
         self._world = world
         self._scheduler = world.scheduler
+        self.key = key
+        self._access = partial(self._scheduler.access, self._own)
+        self._exact = self._scheduler.exact
         self._shared = world.boards.setdefault(key, _SharedBoard(self.members))
         self.small_window = self._shared.small_window
 
@@ -318,8 +343,14 @@ class ThreadBoard(Board):
             if self.posted > self.collected:
                 # It continues without waiting: others may be faster.
                 self._scheduler.step(self._own)
+            elif self._exact:
+                self._scheduler.step(self._own)
             shared = self._shared
             self.posted += 1
+            if self._exact:
+                self._access(self.key, "post")
+                self._access((self.key, self.posted), "post")
+                self._access((self.key, "verdict"), "read")
             notes = shared.rounds.setdefault(self.posted, {})
             notes[self.rank] = note
             shared.posted[self.rank] = self.posted
@@ -339,6 +370,10 @@ class ThreadBoard(Board):
                     self._scheduler.wait(self._own, self._settled, until)
                 finally:
                     self._world.waiting.pop(self, None)
+            if self._exact:
+                self._access(_ENDS, "read")
+                self._access((self.key, "verdict"), "read")
+                self._access((self.key, self.collected + 1), "collect")
             if not self._is_complete():
                 return None
             number = self.collected = self.collected + 1
@@ -377,6 +412,8 @@ class ThreadBoard(Board):
 
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`."""
+        self._access(self.key, "read")
+        self._access(_ENDS, "read")
         shared = self._shared
         return Status(
             shared.posted[rank], shared.last.get(rank), *self._world.state(self._slots[rank])
@@ -385,6 +422,7 @@ class ThreadBoard(Board):
     def abort(self, verdict: bytes) -> None:
         """Break the board at the oldest uncollected round, unless it is complete."""
         shared = self._shared
+        self._access((self.key, "verdict"), "write")
         if shared.broken is None and self.missing():
             shared.broken = self.collected + 1, verdict
 

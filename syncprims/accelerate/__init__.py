@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from types import ModuleType
+from typing import Any
 
 from . import accelerator, utils
 from . import data_loader as data_loader
@@ -38,7 +39,11 @@ from .utils import synchronize_rng_states as synchronize_rng_states
 __version__ = "1.15.0"
 
 
-for _module in (sys.modules[__name__], accelerator, data_loader, logging, state, tracking, utils):
+def __getattr__(name: str) -> Any:
+    return utils.find_name(__name__, name)
+
+
+for _module in (accelerator, logging, state):
     vars(_module)["__getattr__"] = functools.partial(utils.find_name, _module.__name__)
 
 

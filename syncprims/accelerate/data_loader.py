@@ -12,6 +12,8 @@ from syncprims.training import prepare_data_loader as _prepare
 from syncprims.training import skip_first_batches as _skip_first_batches
 from syncprims.training.data.sampling import SeedableRandomSampler as SeedableRandomSampler
 
+from .utils import find_name as _find_name
+
 __all__ = ["SeedableRandomSampler", "prepare_data_loader", "skip_first_batches"]
 
 
@@ -57,3 +59,7 @@ def order_of(stateful: bool, seedable: bool) -> str:
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return a view of a loader without its first batches."""
     return _skip_first_batches(dataloader, num_batches)
+
+
+def __getattr__(name: str) -> Any:
+    return _find_name(__name__, name)

@@ -13,6 +13,8 @@ from typing import Any
 
 import syncprims
 
+from .utils import find_name as _find_name
+
 
 class GeneralTracker:
     """A tracker under its `name`. Subclass it for one of your own: ``start`` and ``log``."""
@@ -269,3 +271,7 @@ class Tracking:
         for tracker in filter(_calls, self.trackers):
             if hasattr(tracker, "finish"):
                 tracker.finish()
+
+
+def __getattr__(name: str) -> Any:
+    return _find_name(__name__, name)

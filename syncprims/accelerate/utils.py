@@ -154,9 +154,9 @@ def find_name(module: str, name: str) -> Any:
     """
     package = __name__.rpartition(".")[0]
     for other in ("state", "utils", "logging", "accelerator", "data_loader", "tracking"):
-        names = vars(sys.modules[f"{package}.{other}"])
-        if name in names and not name.startswith("_"):
-            return names[name]
+        found = getattr(sys.modules.get(f"{package}.{other}"), "__dict__", {})
+        if name in found and not name.startswith("_"):
+            return found[name]
     if not (name.startswith("is_") and name.endswith("_available")):
         return not_offered(module, name, PreparedLoader if name.startswith("DataLoader") else ())
     topic = name.removeprefix("is_").removesuffix("_available")
@@ -167,6 +167,10 @@ def find_name(module: str, name: str) -> Any:
         return answer()
 
     return is_available
+
+
+def __getattr__(name: str) -> Any:
+    return find_name(__name__, name)
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement: str) -> bool:

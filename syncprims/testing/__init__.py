@@ -14,7 +14,7 @@ from .errors import (
     UncontrolledError,
     UnequalRounds,
 )
-from .faults import Delay, Fault, Join, Kill, Raise, Stop, sleep
+from .faults import Delay, Fault, Join, Kill, Raise, Stop, access, sleep
 from .once_per_session import once_per_session
 from .worlds import Explored, Point, every_point, explore, run_world
 
@@ -34,6 +34,7 @@ __all__ = [
     "Stop",
     "UncontrolledError",
     "UnequalRounds",
+    "access",
     "every_point",
     "explore",
     "once_per_session",

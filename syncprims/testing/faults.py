@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from syncprims._protocol.validation import require
 from syncprims.interface import Label
+
+from .orders import Mode
 
 
 class FaultTarget(NamedTuple):
@@ -21,6 +23,8 @@ class FaultTarget(NamedTuple):
     stop: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGSTOP)
     sleep: Callable[[float], None] = time.sleep  #: for so many seconds of its time
     start_replacement: Callable[[], None] = lambda: None  #: worlds of threads only
+    #: Records for :func:`explore` that the rank accesses something that ranks share.
+    access: Callable[[Hashable, Mode], None] = lambda thing, mode: None
 
 
 #: The rank that runs in this context.
@@ -32,6 +36,18 @@ current_target: ContextVar[FaultTarget] = ContextVar(
 def sleep(seconds: float) -> None:
     """Return after so many seconds of this rank's time: virtual in threads, else real."""
     current_target.get().sleep(seconds)
+
+
+def access(thing: Hashable, *, write: bool = True) -> None:
+    """Declare that this rank reads, or changes, a thing that ranks share: a file, a global.
+
+    Call it just before. In a world of threads another rank may get the turn first, and
+    ``explore(strategy="all")`` runs both orders of two accesses to an equal `thing` of which one is
+    a write. Elsewhere it does nothing.
+    """
+    target = current_target.get()
+    target.sleep(0.0)
+    target.access(("declared", thing), "write" if write else "read")
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,14 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, Protocol
 
 from syncprims._protocol.threads import busy_threads, threads_that_may_call, waiting_threads
 from syncprims.errors import ConcurrentCall
 
 from .errors import WorldAborted
+from .orders import Mode, OrderSchedule
 from .rank_threads import RankThreads, rank_threads
 
 _TAKE_AFTER = 0.01  # seconds without a step, after which a thread takes the turn from a busy rank
@@ -47,18 +48,43 @@ _HELPER = "syncprims-schedule"  # the name of a thread that passes the turn on
 _LOOK_EVERY = 0.002  # seconds between two looks for a thread that may come
 
 
-class RandomSchedule:
+class Schedule(Protocol):
+    """Picks the rank that continues."""
+
+    exact: bool  #: it explores all orders, and has to know what ranks access
+
+    def pick(self, able: Sequence[int], current: int | None) -> int:
+        """Return one of `able`; called at every step, where a rank gives up its turn.
+
+        :param current: the rank that had the turn, or None if it cannot continue.
+        """
+        ...
+
+    def access(self, rank: int, thing: Hashable, mode: Mode) -> None:
+        """Take notice that `rank`, which has the turn, accesses something that ranks share."""
+
+
+class _SeededSchedule:
+    """Takes no notice of what ranks access."""
+
+    exact = False
+
+    def access(self, rank: int, thing: Hashable, mode: Mode) -> None:
+        """Do nothing."""
+
+
+class RandomSchedule(_SeededSchedule):
     """Picks any rank that can continue, each with equal probability."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed).random
 
     def pick(self, able: Sequence[int], current: int | None) -> int:
-        """Return one of `able`; called at every step, where a rank gives up its turn."""
+        """Return one of `able`."""
         return able[int(self._random() * len(able))]
 
 
-class PCTSchedule:
+class PCTSchedule(_SeededSchedule):
     """Picks the rank of the highest priority; priorities change at a few random steps."""
 
     def __init__(self, seed: int, ranks: int, steps: int, depth: int) -> None:
@@ -71,10 +97,7 @@ class PCTSchedule:
         self._step = 0
 
     def pick(self, able: Sequence[int], current: int | None) -> int:
-        """Return the one of `able` with the highest priority.
-
-        :param current: the rank that had the turn, or None if it cannot continue.
-        """
+        """Return the one of `able` with the highest priority."""
         self._step += 1
         lower = self._changes.get(self._step)
         if lower is not None:
@@ -89,8 +112,12 @@ class Seed(NamedTuple):
     number: int
     depth: int = 0  #: of PCT; 0 is a random schedule
     steps: int = 0  #: of PCT: about how many the program has
+    #: Instead: the steps at which the turn passes to another rank than usual, and these ranks.
+    order: tuple[tuple[int, int], ...] | None = None
 
     def __str__(self) -> str:
+        if self.order is not None:
+            return "-".join(["order", *(f"{step}.{rank}" for step, rank in self.order)])
         return f"pct{self.depth}-{self.steps}-{self.number}" if self.depth else str(self.number)
 
     @classmethod
@@ -99,14 +126,22 @@ class Seed(NamedTuple):
 
         :raises ValueError: if it is neither a number nor a seed that a report has printed.
         """
-        found = re.fullmatch(r"(?:pct([1-9]\d{0,3})-(\d{1,12})-)?(\d{1,20})", str(text).strip())
+        given = str(text).strip()
+        if re.fullmatch(r"order(-\d{1,9}\.\d{1,6})*", given):
+            pairs = (pair.split(".") for pair in given.split("-")[1:])
+            return cls(0, order=tuple((int(step), int(rank)) for step, rank in pairs))
+        found = re.fullmatch(r"(?:pct([1-9]\d{0,3})-(\d{1,12})-)?(\d{1,20})", given)
         if found is None:
-            raise ValueError(f"seed={text!r}: a seed is a number, or pct<depth>-<steps>-<number>")
+            raise ValueError(
+                f"seed={text!r}: a seed is a number, pct<depth>-<steps>-<number>, or order-..."
+            )
         depth, steps, number = found.groups()
         return cls(int(number), int(depth or 0), int(steps or 0))
 
-    def schedule(self, ranks: int) -> RandomSchedule | PCTSchedule:
+    def schedule(self, ranks: int) -> Schedule:
         """Return the schedule of this seed."""
+        if self.order is not None:
+            return OrderSchedule(dict(self.order))
         if self.depth:
             return PCTSchedule(self.number, ranks, max(1, self.steps), self.depth)
         return RandomSchedule(self.number)
@@ -178,7 +213,7 @@ class Scheduler:
     def __init__(
         self,
         ranks: int,
-        schedule: RandomSchedule | PCTSchedule,
+        schedule: Schedule,
         break_standstill: Callable[[], bool],
         enter_rank: Callable[[int], None] | None = None,
         late: int = 0,
@@ -197,6 +232,8 @@ class Scheduler:
         self._holder: _Turn | None = None  # of the turn; None while no thread can have it
         self._passing = threading.Lock()  # held while the holder changes
         self._schedule = schedule
+        self.exact = schedule.exact  #: all orders are explored: ranks say what they access
+        self._choosing = False  # what ranks wait for is looked at
         self._break_standstill = break_standstill
         self._enter_rank = enter_rank
         self._idents: dict[int, int] = {}  # the own thread of each rank
@@ -222,6 +259,11 @@ class Scheduler:
     def step(self, rank: int) -> None:
         """Give the turn to the rank that the schedule picks, and return when it is back."""
         self.wait(rank, None, math.inf)
+
+    def access(self, rank: int, thing: Hashable, mode: Mode) -> None:
+        """Record that `rank` accesses something that ranks share, in this mode."""
+        if not self._choosing:
+            self._schedule.access(rank, thing, mode)
 
     def wait(self, rank: int, ready: Callable[[], bool] | None, until: float) -> None:
         """Return when ``ready()`` is true or the virtual time is `until`; other ranks run."""
@@ -433,7 +475,9 @@ class Scheduler:
         """Return the thread that has the turn now, or None when all are done."""
         while True:
             now = self._now
+            self._choosing = True
             able = [turn for turn in self._turns if turn.able(now)]
+            self._choosing = False
             if able:
                 self.steps += 1
                 ranks = sorted({turn.rank for turn in able})

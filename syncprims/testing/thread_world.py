@@ -88,7 +88,7 @@ class ThreadWorld:
         self._backend: Any = load_backend("threads")
         self._scheduler = Scheduler(
             len(ranks),
-            spec.seed.schedule(len(ranks)),
+            spec.schedule or spec.seed.schedule(len(ranks)),
             self._break_standstill,
             self._torch.enter if self._torch else None,
             late,
@@ -154,7 +154,10 @@ class ThreadWorld:
         entered.set(())
         sleep = partial(self._scheduler.sleep, rank)
         stop = partial(sleep, math.inf)
-        current_target.set(FaultTarget(partial(self._kill, rank), stop, sleep, self._start_late))
+        access = partial(self._scheduler.access, rank)
+        current_target.set(
+            FaultTarget(partial(self._kill, rank), stop, sleep, self._start_late, access)
+        )
         current_writer.set(None if self._output is None else (self._output, rank))
         fn = self._torch.as_rank(spec.fn) if self._torch else spec.fn
         try:
@@ -170,6 +173,8 @@ class ThreadWorld:
             self._scheduler.leave(rank)
 
     def _kill(self, rank: int) -> NoReturn:
+        if self._scheduler.exact:
+            self._scheduler.step(rank)
         for world in self._shared_worlds:
             world.lose(rank, "killed by SIGKILL")
         raise Killed

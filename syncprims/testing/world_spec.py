@@ -20,7 +20,7 @@ from syncprims.errors import BackendUnavailable, install
 
 from .faults import Fault, Join
 from .rank_threads import Replacement
-from .scheduler import Seed
+from .scheduler import Schedule, Seed
 
 Kind = Literal["threads", "processes"]
 
@@ -151,6 +151,7 @@ class WorldSpec:
     nodes: int = 1
     torch: bool = False  #: torch.distributed is served
     traced: bool = True  #: as SYNCPRIMS_TRACE says; else not at all
+    schedule: Schedule | None = None  #: instead of that of the seed
 
     def __post_init__(self) -> None:
         fn, ranks, nodes = self.fn, self.ranks, self.nodes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -12,8 +12,10 @@ from syncprims._protocol.validation import require
 from syncprims.interface import Label
 
 from .errors import StallError, UncontrolledError, is_consequence
-from .faults import Fault, Raise, Stop, exception_type
+from .faults import Fault, Join, Raise, Stop, exception_type
+from .orders import find_orders
 from .outcomes import WorldRun, add_note, check_faults_struck, results_of
+from .scheduler import Seed
 from .thread_world import run_threads
 from .world_spec import Kind, WorldSpec, choose_seed, test_context
 
@@ -89,16 +91,17 @@ class Explored(NamedTuple):
     """What :func:`explore` has tried."""
 
     schedules: int  #: tried
-    distinct: int  #: different orders in which ranks posted
+    distinct: int  #: different orders in which ranks posted; of all orders, those that can differ
     steps: int  #: of the longest
+    certificate: str  #: what is known now, in a sentence
 
 
 def explore(
     fn: Callable[[], Any],
     ranks: int = 4,
     *,
-    schedules: int = 1000,
-    strategy: Literal["random", "pct"] = "random",
+    schedules: int | None = None,
+    strategy: Literal["random", "pct", "all"] = "random",
     depth: int = 2,
     seed: int | str | None = None,
     faults: Iterable[Fault] = (),
@@ -107,25 +110,31 @@ def explore(
     torch: bool = False,
     check: Callable[[list[Any]], object] | None = None,
 ) -> Explored:
-    """Run ``fn()`` under that many schedules, in worlds of threads; return if none fails.
+    """Run ``fn()`` under many schedules, in worlds of threads; return if none fails.
 
     Otherwise raise the failure with the fewest steps, as :func:`run_world` does, with the seed that
     replays it. The first schedule is run twice: if something else than the seed decides the calls
     (a clock, a random number, the order of a set), a replay would be worthless.
 
-    :param strategy: "random", or "pct": probabilistic concurrency testing, which finds a bug of
+    :param schedules: how many to try, 1,000 by default; with "all", how many at most (100,000).
+    :param strategy: "random"; or "pct": probabilistic concurrency testing, which finds a bug of
         `depth` orderings with a probability of at least 1 / (ranks * steps ** (depth - 1)) in each
-        schedule (Burckhardt et al., ASPLOS 2010).
+        schedule (Burckhardt et al., ASPLOS 2010); or "all": each order of the ranks that can make a
+        difference, which is a proof. What distinguishes orders is what the ranks do with each
+        other in this library and in ``torch.distributed``, and what :func:`access` declares; not
+        undeclared files and globals, and not threads that the program starts.
     :param check: called with the results of each world; what it raises is a failure of that
         schedule.
     :raises UncontrolledError: if the same schedule gives two different runs.
     :raises FaultMissed: if a fault never struck under any of them.
+    :raises ValueError: with "all", if there are more orders than `schedules`, and none has failed.
     """
     __tracebackhide__ = True
-    if strategy not in ("random", "pct"):
-        raise ValueError(f"strategy={strategy!r}: it takes 'random' or 'pct'")
-    if schedules < 1 or depth < 1:
-        raise ValueError(f"schedules={schedules}, depth={depth}: at least 1 of each")
+    if strategy not in ("random", "pct", "all"):
+        raise ValueError(f"strategy={strategy!r}: it takes 'random', 'pct' or 'all'")
+    most = (100_000 if strategy == "all" else 1000) if schedules is None else schedules
+    if most < 1 or depth < 1:
+        raise ValueError(f"schedules={most}, depth={depth}: at least 1 of each")
     spec = WorldSpec(
         fn, ranks, seed=choose_seed(seed), faults=[*faults], timeout=timeout, nodes=nodes,
         torch=torch, traced=False,  # a trace of a thousand runs is of no use
@@ -133,35 +142,70 @@ def explore(
     if strategy == "pct" and not spec.seed.depth:  # PCT has to know how many steps there are
         pct = spec.seed._replace(depth=depth, steps=run_once(spec).steps)
         spec = dataclasses.replace(spec, seed=pct)
-    run = run_once(spec)
-    _compare(run, run_once(spec))
+    if spec.seed.order is not None:  # that of a report
+        most, strategy = 1, "random"
     paths: set[int] = set()
     missed = spec.faults  # under every schedule
     shortest: tuple[int, Exception] | None = None  # steps, failure
     tried = failures = steps = 0
-    while tried < schedules:
-        if tried:
-            following = spec.seed._replace(number=spec.seed.number + tried)
-            run = run_once(dataclasses.replace(spec, seed=following))
+    run = WorldRun([], spec.faults)
+    runs = _run_orders(spec) if strategy == "all" else _run_seeds(spec)
+    for run, path in runs:
+        if not tried:
+            _compare(run, run_once(dataclasses.replace(spec, seed=run.seed or spec.seed)))
         tried += 1
         steps = max(steps, run.steps)
-        paths.add(hash(tuple(run.path())))
+        paths.add(path)
         missed = [fault for fault in missed if fault in run.missed]
         replay = test_context.get().replay(run.seed)
         error = _find_failure(run, replay, check)
         if error is not None:
             failures += 1
             if failures == 1:
-                schedules = min(schedules, tried + _FURTHER)
+                most = min(most, tried + _FURTHER)
             if shortest is None or run.steps < shortest[0]:
                 shortest = run.steps, add_note(error, replay)
+        if tried == most:
+            break
     if shortest is not None:
         raise add_note(
             shortest[1],
             f"{failures} of {tried} schedules fail; this is the shortest, of {shortest[0]} steps",
         )
     check_faults_struck(run, missed)
-    return Explored(tried, len(paths), steps)
+    certificate = f"{tried:,} random schedules of {ranks} ranks pass"
+    if strategy == "all":
+        if next(runs, None) is not None:
+            raise ValueError(
+                f"{tried:,} orders of {ranks} ranks pass, and there are more: try a smaller "
+                f"program, fewer ranks, or allow more: schedules="
+            )
+        certificate = f"all {tried:,} orders of {ranks} ranks pass; {len(paths):,} were different"
+    return Explored(tried, len(paths), steps, certificate)
+
+
+def _run_seeds(spec: WorldSpec) -> Iterator[tuple[WorldRun, int]]:
+    """Yield the runs of one seed after the other, each with a number for its order of posts."""
+    for number in itertools.count(spec.seed.number):
+        run = run_once(dataclasses.replace(spec, seed=spec.seed._replace(number=number)))
+        yield run, hash(tuple(run.path()))
+
+
+def _run_orders(spec: WorldSpec) -> Iterator[tuple[WorldRun, int]]:
+    """Yield a run of each order that can differ, with a number that only equal orders share."""
+    late = sum(isinstance(fault, Join) for fault in spec.faults)
+    number = 0
+    for schedule in find_orders(spec.ranks + late):
+        run = run_once(dataclasses.replace(spec, schedule=schedule))
+        if schedule.diverged:
+            raise UncontrolledError(
+                "a rank could not continue where it could in an equal run: something else than the "
+                "order of the ranks decides the calls, such as a clock, a random number, or a "
+                "thread of the program"
+            )
+        run.seed = Seed(0, order=schedule.order)
+        number += schedule.redundant is None
+        yield run, number
 
 
 def _find_failure(
@@ -219,6 +263,7 @@ def every_point(
     seed: int | str | None = None,
     timeout: float | timedelta | None = 60,
     torch: bool = False,
+    strategy: Literal["one", "all"] = "one",
     most: int = 10_000,
 ) -> list[Point]:
     """Run ``fn()`` with `fault` at each round of its rank in turn; return what it did at each.
@@ -229,27 +274,39 @@ def every_point(
 
     :param fault: its `at` is ignored: ``every_point(fn, Kill(rank=1))``.
     :param check: called with every point, to check the state that the fault has left.
+    :param strategy: "one": each point in the order of the seed; "all": in each order of the ranks
+        that can make a difference, as :func:`explore`. Worlds of threads only.
     """
     __tracebackhide__ = True
     require(fault, Fault, "a fault is a Kill, Raise, Delay, Join or Stop")
+    if strategy == "all" and kind != "threads":
+        raise ValueError(f"strategy='all', kind={kind!r}: say kind='threads'")
     chosen = choose_seed(seed)
     points: list[Point] = []
-    for at in range(1, most + 1):
+    worlds = 0
+    for at in itertools.count(1):
         here = dataclasses.replace(fault, at=at)
-        run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [here], timeout, torch=torch))
-        try:
-            point = Point(here, results_of(run, test_context.get().replay(run.seed)), None)
-        except BaseException as error:
-            if not run.struck or not _is_expected(here, error):
-                error.add_note(f"with {here}" if run.struck else "without a fault")
-                raise
-            point = Point(here, None, error)
-        if not run.struck:
+        spec = WorldSpec(fn, ranks, kind, backend, chosen, [here], timeout, torch=torch)
+        struck = False
+        for run in (run for run, _ in _run_orders(spec)) if strategy == "all" else [run_once(spec)]:
+            worlds += 1
+            struck = struck or bool(run.struck)
+            try:
+                point = Point(here, results_of(run, test_context.get().replay(run.seed)), None)
+            except BaseException as error:
+                if not run.struck or not _is_expected(here, error):
+                    error.add_note(f"with {here}" if run.struck else "without a fault")
+                    raise
+                point = Point(here, None, error)
+            if run.struck:
+                if check is not None:
+                    check(point)
+                points.append(point)
+            if worlds == most and struck:
+                raise ValueError(f"{fault} still struck after {most} worlds; allow more: most=")
+        if not struck:
             return points
-        if check is not None:
-            check(point)
-        points.append(point)
-    raise ValueError(f"{fault} still met a round after {most} worlds; allow more: most=")
+    raise AssertionError  # never reached
 
 
 def _is_expected(fault: Fault, error: BaseException) -> bool:

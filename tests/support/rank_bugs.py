@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import syncprims as sp
-from syncprims.testing import run_world
+from syncprims.testing import access, run_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -186,6 +186,7 @@ def forgotten_save_barrier() -> None:
     if sp.is_main():
         shared.clear()
     sp.barrier("trained")
+    access("checkpoint", write=sp.is_main())
     if sp.is_main():
         shared["saved"] = "weights"
     assert "saved" in shared, "no checkpoint yet"
@@ -195,6 +196,7 @@ def order_of_arrival_taken_for_rank_order() -> None:
     if sp.is_main():
         shared["arrived"] = []
     sp.barrier("start")
+    access("arrived")
     shared["arrived"].append(sp.get_rank())
     sp.barrier("end")
     assert shared["arrived"] == [0, 1, 2], "ranks are out of order"

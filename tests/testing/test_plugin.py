@@ -129,7 +129,7 @@ NO_WORLD = [
     ("4, 5", "only ranks can be given without its name"),
     ("ranks=[2, 3], nodes=2", "nodes=2: 3 ranks cannot be divided equally among them"),
     ("ranks=2, faults=[Kill(rank=9, at=1)]", "Kill(rank=9, at=1): there are ranks 0 to 1"),
-    ("seed='5x'", "seed='5x': a seed is a number, or pct<depth>-<steps>-<number>"),
+    ("seed='5x'", "seed='5x': a seed is a number, pct<depth>-<steps>-<number>, or order-..."),
     ("timeout='5'", "timeout='5': it takes seconds, or a timedelta"),
     ("kind='fibers'", "kind='fibers': it takes 'threads' or 'processes'"),
 ]  # fmt: skip

@@ -28,7 +28,14 @@ def test_processes_say_the_same(name: str) -> None:
     assert said(BUGS[name], kind="processes") == EXPECTED[name]
 
 
-@pytest.mark.parametrize("strategy", ["random", "pct"])
+@pytest.mark.parametrize("name", ALWAYS)
+def test_all_orders_end_in_it(name: str) -> None:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 - of many types
+        explore(BUGS[name], RANKS, strategy="all")
+    assert type(caught.value).__name__ == EXPECTED[name].partition(":")[0]
+
+
+@pytest.mark.parametrize("strategy", ["random", "pct", "all"])
 @pytest.mark.parametrize("name", BY_ORDER)
 def test_a_hundred_schedules_find_what_only_some_show(name: str, strategy: Any) -> None:
     program = BUGS[name]

@@ -33,6 +33,8 @@ from syncprims.c10d.torch_internals import (
     threads_as_processes,
 )
 from syncprims.interface import Board, Label
+from syncprims.testing.faults import current_target
+from syncprims.testing.orders import Mode
 
 from .rank_globals import RankGlobals, make_fresh_process
 
@@ -72,15 +74,23 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
                 file.write(after)
 
     @contextlib.contextmanager
-    def _turn(self) -> Generator[dict[str, bytes]]:
-        """Give up the turn, then return the values."""
+    def _turn(self, mode: Mode, *keys: str) -> Generator[dict[str, bytes]]:
+        """Give up the turn, then return the values, of which these keys are read or written."""
         wait_any(self._world, [rounds_of(self._world.group)], lambda: True, 0.0)
+        self._access(mode, *keys)
         with self._values() as values:
             yield values
 
+    def _access(self, mode: Mode, *keys: str) -> None:
+        for key in keys:
+            if "store_based_barrier" not in key:  # torch counts ranks there, in any order
+                current_target.get().access(("store", self._number, key), mode)
+                if mode == "write":
+                    current_target.get().access(("store", self._number), "post")
+
     def set(self, key: str, value: str | bytes) -> None:
         """Set the value of a key."""
-        with self._turn() as values:
+        with self._turn("write", key) as values:
             values[key] = _encode(value)
 
     def get(self, key: str) -> bytes:
@@ -90,26 +100,26 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number that a key has, from 0 on, and return the sum."""
-        with self._turn() as values:
+        with self._turn("write", key) as values:
             number = int(values.get(key, b"0")) + amount
             values[key] = str(number).encode()
         return number
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to the value of a key."""
-        with self._turn() as values:
+        with self._turn("write", key) as values:
             values[key] = values.get(key, b"") + _encode(value)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set a value if the old one is the expected one; return what the key has then."""
-        with self._turn() as values:
+        with self._turn("write", key) as values:
             if values.get(key, b"") == _encode(expected):
                 values[key] = _encode(desired)
             return values.get(key, _encode(expected))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all these keys have been set."""
-        with self._turn() as values:
+        with self._turn("read", *keys) as values:
             return all(key in values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -118,12 +128,13 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
 
     def delete_key(self, key: str) -> bool:
         """Delete a key, and return whether it was there."""
-        with self._turn() as values:
+        with self._turn("write", key) as values:
             return values.pop(key, None) is not None
 
     def num_keys(self) -> int:
         """Return how many keys there are."""
-        with self._turn() as values:
+        with self._turn("read") as values:
+            current_target.get().access(("store", self._number), "read")
             return len(values)
 
     # torch's C++ code finds these by their names in C++.
@@ -168,11 +179,12 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
                 board.abort(errors.dump(error))
             return board.verdict() is not None
 
-        with self._turn() as values:
+        with self._turn("read", *keys) as values:
             if all(key in values for key in keys):
                 return [values[key] for key in keys]
         seconds = None if timeout is None else timeout.total_seconds()
         wait_any(self._world, [rounds], came, seconds, str(label))
+        self._access("read", *keys)
         if len(found) == len(keys):
             return found
         verdict = board.verdict()
