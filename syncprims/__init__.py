@@ -34,10 +34,9 @@ from syncprims._api.decorators import on_last, on_local_main, on_local_rank, on_
 from syncprims._api.elastic import hand_over, reform
 from syncprims._api.output import get_logger, print_main, progress
 from syncprims._api.trigger import Trigger, check_trigger, set_trigger
-from syncprims._world.epoch import Change
 from syncprims._world.group import Group
 from syncprims._world.runtime import current, init, shutdown
-from syncprims._world.world import World, version
+from syncprims._world.world import Change, World, version
 from syncprims.errors import (
     BackendUnavailable,
     CheckpointError,

@@ -31,17 +31,15 @@ from syncprims.errors import (
     WorldClosed,
 )
 
-from .epoch import JOINER, Epoch
 from .group import rounds_of
-from .world import begin_epoch, join_world, leave_rounds, rounds_completed
+from .world import JOINER, Epoch, begin_epoch, join_world, leave_rounds, rounds_completed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from syncprims.interface import Backend, Slots
 
-    from .epoch import Change
-    from .world import World
+    from .world import Change, World
 
 
 def _name(epoch: int) -> str:

@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 
     from syncprims.interface import Backend, Settings
 
-    from .epoch import Change
     from .group import Group
+    from .world import Change
 
     MakeBackend = Callable[[type[Backend], Topology, Settings], Backend]
 
