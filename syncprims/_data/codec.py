@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from syncprims._protocol.threads import is_from_signal_handler
 from syncprims.errors import TORN, EncodingError
 
+from . import LARGE
 from .arrays import Spec, flat, is_dict, is_list_or_tuple, on_host, own_device, raw, spec_of
-from .limits import LARGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,7 +18,7 @@ from zlib import crc32
 
 from syncprims.errors import EncodingError
 
-from . import codec, reduction
+from . import LONGEST_DESCRIPTION, codec, reduction
 from .arrays import (
     Spec,
     flat,
@@ -30,7 +30,6 @@ from .arrays import (
     spec_of,
     up_to_line,
 )
-from .limits import LONGEST_DESCRIPTION
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Sequence

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import limits
+from . import FEW_MEMBERS, LARGE, ONE_PIECE, ONE_ROUND, ONE_ROUND_OF_MANY
 from .arrays import LINE
 from .layouts import ArrayLayout, Layout, key_of, make_layout, read_layout
 from .transport import EngineTransport, SharedMemoryTransport, Transport
@@ -110,8 +110,8 @@ class DataPlane:
         window = self.window_of(layout)
         if window is None or self.is_small(layout):
             return window is not None
-        few = self.count <= limits.FEW_MEMBERS
-        most = limits.ONE_ROUND if few else limits.ONE_ROUND_OF_MANY
+        few = self.count <= FEW_MEMBERS
+        most = ONE_ROUND if few else ONE_ROUND_OF_MANY
         return self.count * layout.stride <= min(most, self.half(window))
 
     def reaches_all(self, layout: Layout) -> bool:
@@ -119,7 +119,7 @@ class DataPlane:
         if self.is_small(layout):
             return True
         window = self._window if self.window_is_shared else None
-        return window is not None and layout.stride <= min(limits.ONE_PIECE, self.half(window))
+        return window is not None and layout.stride <= min(ONE_PIECE, self.half(window))
 
     # -- what values are -----------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class DataPlane:
         return layout
 
     def _is_carried(self, layout: Layout) -> bool:
-        is_large = isinstance(layout, ArrayLayout) and layout.spec.nbytes >= limits.LARGE
+        is_large = isinstance(layout, ArrayLayout) and layout.spec.nbytes >= LARGE
         return is_large and self.transport() is not None
 
     def described(self, data: bytes) -> Layout:

@@ -6,8 +6,8 @@ import itertools
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from . import ENGINE_BROADCAST, ENGINE_PIECE, LEAST_PIECE, MOST_PIECE
 from .arrays import LINE, empty_array, flat, is_array, is_on_device, on_host, raw, up_to_line
-from .limits import ENGINE_BROADCAST, ENGINE_PIECE, LEAST_PIECE, MOST_PIECE
 from .reduction import combine
 
 if TYPE_CHECKING:

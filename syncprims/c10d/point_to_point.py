@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import Work
 
+from syncprims._data import LARGE
 from syncprims._data.arrays import raw
-from syncprims._data.limits import LARGE
 from syncprims._world.group import rounds_of
 from syncprims._world.world import background_of, close_rounds, open_rounds, wait_any
 from syncprims.errors import PeerLost, SyncError, dump

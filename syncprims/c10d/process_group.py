@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 
-from syncprims._data import values
+from syncprims._data import LARGE, values
 from syncprims._data.arrays import empty_array, raw
-from syncprims._data.limits import LARGE
 from syncprims._data.plane import DataPlane
 from syncprims._data.reduction import combine
 from syncprims._protocol.rounds import RoundSequence

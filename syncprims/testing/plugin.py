@@ -34,14 +34,24 @@ _OPTIONS = (
     "ranks", "kind", "backend", "schedules", "seed", "faults", "timeout", "nodes", "torch"
 )  # fmt: skip
 _SESSION: pytest.StashKey[Any] = pytest.StashKey()
+_SUITES: pytest.StashKey[Any] = pytest.StashKey()
+_LAUNCHES = "syncprims_launches"  # what a worker of pytest-xdist reports
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--world-seed``."""
-    parser.getgroup("syncprims", "worlds of ranks (syncprims)").addoption(
+    """Add ``--world-seed`` and ``--syncprims-worlds``."""
+    group = parser.getgroup("syncprims", "worlds of ranks (syncprims)")
+    group.addoption(
         "--world-seed",
         metavar="SEED",
         help="the schedule of worlds of threads, as a failure's report prints it",
+    )
+    group.addoption(
+        "--syncprims-worlds",
+        nargs="?",
+        const="threads",
+        choices=("threads", "processes"),
+        help="run the ranks of a suite's own launchers in worlds (torch's and those that use them)",
     )
 
 
@@ -59,6 +69,34 @@ def pytest_configure(config: pytest.Config) -> None:
             Seed.read(text)
         except ValueError as error:
             raise pytest.UsageError(f"--world-seed: {error}") from None
+    kind = config.getoption("syncprims_worlds")
+    if kind is not None:
+        try:
+            from .torch_worlds.suites import Suites  # imports torch
+        except ImportError as error:
+            raise pytest.UsageError(f"--syncprims-worlds needs torch: {error}") from None
+        suites = config.stash[_SUITES] = Suites(kind)
+        config.add_cleanup(suites.close)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add what a worker of pytest-xdist has counted."""
+    suites = node.config.stash.get(_SUITES, None)
+    counts = getattr(node, "workeroutput", {}).get(_LAUNCHES)
+    if suites is not None and counts is not None:
+        suites.in_worlds += counts[0]
+        suites.left_alone.update(counts[1])
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say how many launches of a suite ran in worlds, and why others did not."""
+    suites = config.stash.get(_SUITES, None)
+    if suites is not None:
+        terminalreporter.section("launches in worlds of syncprims")
+        terminalreporter.line(f"{suites.in_worlds} in worlds")
+        for reason, count in suites.left_alone.items():
+            terminalreporter.line(f"{count} left to their own launcher: {reason}")
 
 
 # -- once per session ------------------------------------------------------------------------------
@@ -87,6 +125,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Leave the session; the last worker cleans up its values."""
+    suites = session.config.stash.get(_SUITES, None)
+    if suites is not None and hasattr(session.config, "workeroutput"):
+        counts = suites.in_worlds, dict(suites.left_alone)
+        cast("Any", session.config).workeroutput[_LAUNCHES] = counts
     opened = session.config.stash.get(_SESSION, None)
     if opened is not None:
         token, open_values = opened

@@ -1,0 +1,251 @@
+"""The launchers of other test suites: their ranks run in worlds of this library.
+
+Each adapter replaces the one function of a launcher that starts its ranks. What it returns and
+raises is what suites expect of the launcher. What no world can serve is left to the launcher.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import threading
+import traceback
+import unittest
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from syncprims._world.runtime import current
+from syncprims.errors import BackendUnavailable
+from syncprims.testing.errors import UnequalRounds
+from syncprims.testing.world_spec import Kind
+from syncprims.testing.worlds import run_world
+
+_LONGEST = 300.0  # seconds of real time for a world, as for a test of torch
+
+
+class _Exited(Exception):
+    """A rank has called ``sys.exit`` with a code."""
+
+    def __init__(self, code: Any) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Suites:
+    """Serves the launchers of suites until it is closed, and counts what ran where."""
+
+    def __init__(self, kind: Kind) -> None:
+        """Replace the launchers; import torch before the suites do."""
+        self.in_worlds = 0  #: launches
+        self.left_alone: Counter[str] = Counter()  #: launches, by the reason
+        self._kind: Kind = kind
+        self._undo: list[Callable[[], None]] = []
+        self._serve_start_processes()
+        self._serve_elastic_launch()
+        self._serve_test_bases()
+
+    def close(self) -> None:
+        """Put the launchers back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> Any:
+        """Replace ``owner.name``, and return what it was."""
+        before = vars(owner)[name]
+        setattr(owner, name, function)
+        self._undo.append(lambda: setattr(owner, name, before))
+        return before
+
+    def _run(self, program: Callable[[int], Any], ranks: int) -> list[Any]:
+        """Return what ``program(rank)`` returns on each rank.
+
+        :raises _Exited: if a rank calls ``sys.exit`` with a code other than 0.
+        """
+        self.in_worlds += 1
+        results: list[Any] = []
+
+        def run() -> Any:
+            try:
+                result = program(current().rank)
+            except SystemExit as end:
+                if end.code:
+                    raise _Exited(end.code) from None
+                result = None
+            results.append(result)  # for threads: their number of calls may differ
+            return result
+
+        try:
+            return run_world(run, ranks, kind=self._kind, torch=True, timeout=_LONGEST)
+        except UnequalRounds:  # such a suite passes elsewhere
+            return results
+        except BackendUnavailable:
+            self.in_worlds -= 1
+            raise
+
+    # -- functions that start processes -----------------------------------------------------------
+
+    def _serve_start_processes(self) -> None:
+        """Serve ``mp.spawn`` and ``mp.start_processes``, and all launchers that call these.
+
+        Such as Accelerate's `debug_launcher` and `notebook_launcher`, and Lightning Fabric's.
+        """
+        package = importlib.import_module("torch.multiprocessing")
+        module = importlib.import_module("torch.multiprocessing.spawn")
+
+        def start(
+            fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **named: Any
+        ) -> Any:
+            if not join:
+                self.left_alone["the processes are not joined at once"] += 1
+                return before(fn, args, nprocs, join, *rest, **named)
+            try:
+                self._run(lambda rank: fn(rank, *args), nprocs)
+            except BackendUnavailable as error:
+                self.left_alone[str(error)] += 1
+                return before(fn, args, nprocs, join, *rest, **named)
+            except _Exited as error:
+                raise module.ProcessExitedException(
+                    f"process {_rank_of(error)} terminated with exit code {error.code}",
+                    _rank_of(error), os.getpid(), error.code,
+                ) from error  # fmt: skip
+            except Exception as error:
+                rank, text = _rank_of(error), "".join(traceback.format_exception(error))
+                raise module.ProcessRaisedException(
+                    f"\n\n-- Process {rank} terminated with the following error:\n{text}",
+                    rank, os.getpid(),
+                ) from error  # fmt: skip
+
+        before = self._replace(module, "start_processes", start)
+        self._replace(package, "start_processes", start)
+
+    def _serve_elastic_launch(self) -> None:
+        api = importlib.import_module("torch.distributed.launcher.api")
+
+        def call(launch: Any, *args: Any) -> Any:
+            config, entry = launch._config, launch._entrypoint
+            if not callable(entry) or config.max_nodes > 1:
+                self.left_alone["elastic_launch of a command, or of several nodes"] += 1
+                return before(launch, *args)
+            try:
+                results = self._run(lambda _: entry(*args), config.nproc_per_node)
+            except BackendUnavailable as error:
+                self.left_alone[str(error)] += 1
+                return before(launch, *args)
+            except Exception as error:
+                _raise_child_failed(error)
+            return dict(enumerate(results))
+
+        before = self._replace(api.elastic_launch, "__call__", call)
+
+    # -- torch's own bases of tests ---------------------------------------------------------------
+
+    def _serve_test_bases(self) -> None:
+        try:
+            base = importlib.import_module("torch.testing._internal.common_distributed")
+        except ImportError as error:  # it needs packages that torch does not
+            self.left_alone[f"torch's bases of tests cannot be imported: {error}"] += 1
+            return
+        skips = {skip.exit_code: skip.message for skip in base.TEST_SKIPS.values()}
+
+        def join_processes(case: Any, fn: Any) -> None:
+            name = case._current_test_name()
+
+            def program(rank: int) -> None:
+                mine = type(case)(name)
+                mine.rank, mine.file_name = rank, case.file_name
+                base.common_utils.set_rng_seed()
+                try:
+                    getattr(mine, name)()
+                finally:
+                    if mine.destroy_pg_upon_exit:
+                        _destroy_groups()
+
+            if getattr(case, "fake_pg", False) or fn in case.special_return_code_checks:
+                self.left_alone["a test that checks how its processes end"] += 1
+            else:
+                try:
+                    self._run_test(program, case.world_size, skips, "Process")
+                except BackendUnavailable as error:
+                    self.left_alone[str(error)] += 1
+                else:
+                    return
+            start(case, case.syncprims_process)
+            join(case, fn)
+
+        def remember(case: Any, process: Any) -> None:
+            case.syncprims_process = process  # started only if no world can serve the test
+
+        start = self._replace(base.MultiProcessTestCase, "_start_processes", remember)
+        join = self._replace(base.MultiProcessTestCase, "_join_processes", join_processes)
+        if self._kind == "threads":
+            self._serve_threaded_bases(base.MultiThreadedTestCase, skips)
+
+    def _serve_threaded_bases(self, base: Any, skips: Mapping[Any, str]) -> None:
+        def join_threads(cls: Any, _: object, fn: Any) -> None:
+            case = fn.__self__
+            name, ranks = case._current_test_name, case.world_size
+
+            def program(rank: int) -> None:
+                mine = cls(name)
+                mine.rank = rank
+                if hasattr(mine, "_tls"):
+                    mine._tls = threading.local()
+                    mine._tls.precision, mine._tls.rel_tol = cls._precision, cls._rel_tol
+                importlib.import_module("torch.distributed").init_process_group(
+                    "threaded", rank=rank, world_size=ranks
+                )
+                try:
+                    mine.perThreadSetUp()
+                    getattr(mine, name)()
+                finally:
+                    _destroy_groups()
+                    mine.perThreadTearDown()
+
+            self._run_test(program, ranks, skips, "Thread")
+
+        def spawn_threads(case: Any) -> None:
+            """Start none: the test starts a world when it runs."""
+
+        self._replace(base, "_spawn_threads", spawn_threads)
+        self._replace(base, "_join_threads", classmethod(join_threads))  # type: ignore[arg-type]
+
+    def _run_test(
+        self, program: Callable[[int], Any], ranks: int, skips: Mapping[Any, str], what: str
+    ) -> None:
+        """Run a test of torch, and raise what its base class raises."""
+        try:
+            self._run(program, ranks)
+        except _Exited as error:
+            if error.code in skips:
+                raise unittest.SkipTest(skips[error.code]) from None
+            raise RuntimeError(f"{what} {_rank_of(error)} exited with {error.code}") from error
+        except (unittest.SkipTest, BackendUnavailable):
+            raise
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            raise RuntimeError(
+                f"{what} {_rank_of(error)} exited with exception:\n{text}"
+            ) from error
+
+
+def _rank_of(error: BaseException) -> int:
+    """Return the rank that has raised it, which a note names."""
+    notes = "\n".join(getattr(error, "__notes__", ()))
+    found = re.search(r"^rank (\d+) of ", notes, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _raise_child_failed(error: Exception) -> NoReturn:
+    errors: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+    rank = _rank_of(error)
+    failure = errors.ProcessFailure(rank, os.getpid(), 1, "<N/A>")
+    failure.message = "".join(traceback.format_exception(error))
+    raise errors.ChildFailedError("world", {rank: failure}) from error
+
+
+def _destroy_groups() -> None:
+    dist: Any = importlib.import_module("torch.distributed")
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,143 @@
+"""``--syncprims-worlds``: the launchers of other suites, unchanged, in worlds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("torch")
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: The same tests pass, fail and are skipped with its own launchers, and take ten times as long.
+SUITE = """
+import sys
+import unittest
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing import spawn
+
+
+def total():
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return int(tensor)
+
+
+def worker(rank, ranks, url, bad=None):
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=url)
+    assert total() == ranks
+    if rank == bad:
+        raise ValueError("a bad rank")
+    if bad == "exit":
+        sys.exit(3)
+    dist.destroy_process_group()
+
+
+def test_spawn(tmp_path):
+    spawn(worker, args=(3, f"file://{tmp_path}/store"), nprocs=3)
+    mp.start_processes(worker, (2, f"file://{tmp_path}/other"), 2, start_method="fork")
+
+
+def test_what_a_rank_raises(tmp_path):
+    with pytest.raises(mp.ProcessRaisedException, match="ValueError: a bad rank") as caught:
+        mp.spawn(worker, args=(2, f"file://{tmp_path}/store", 1), nprocs=2)
+    assert caught.value.error_index == 1
+    with pytest.raises(mp.ProcessExitedException) as caught:
+        mp.spawn(worker, args=(2, f"file://{tmp_path}/other", "exit"), nprocs=2)
+    assert caught.value.exit_code == 3
+
+
+def test_joined_later(tmp_path):
+    context = mp.spawn(worker, (1, f"file://{tmp_path}/store"), nprocs=1, join=False)
+    while not context.join():
+        pass
+
+
+def entry(factor):
+    dist.init_process_group("gloo")
+    result = total(), dist.get_rank() * factor
+    dist.destroy_process_group()
+    if factor == 0:
+        raise ValueError("no factor")
+    return result
+
+
+def test_elastic_launch():
+    options = dict(min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d",
+                   rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1)
+    assert elastic_launch(LaunchConfig(**options), entry)(5) == {0: (2, 0), 1: (2, 5)}
+    with pytest.raises(dist.elastic.multiprocessing.errors.ChildFailedError):
+        elastic_launch(LaunchConfig(**options), entry)(0)
+
+
+try:
+    from torch.testing._internal import common_distributed as base
+except ImportError:  # its own needs are not installed
+    pass
+else:
+
+    class TestProcesses(base.MultiProcessTestCase):
+        world_size = 2
+
+        def setUp(self):
+            super().setUp()
+            self._spawn_processes()
+
+        def test_sum(self):
+            store = dist.FileStore(self.file_name, 2)
+            dist.init_process_group("gloo", rank=self.rank, world_size=2, store=store)
+            self.assertEqual(total(), 2)
+
+        @base.skip_if_lt_x_gpu(8)
+        def test_skipped(self):
+            assert False
+
+        @unittest.expectedFailure
+        def test_wrong(self):
+            self.assertEqual(self.rank, 5)
+
+    class TestThreads(base.MultiThreadedTestCase):
+        world_size = 3
+
+        def setUp(self):
+            super().setUp()
+            self._spawn_threads()
+
+        def test_sum(self):
+            self.assertEqual(total(), 3)
+"""
+
+
+def run_suite(folder: Path, *options: str) -> str:
+    (folder / "test_suite.py").write_text(SUITE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COV", "CI"))}
+    done = subprocess.run(
+        [*command, *options], cwd=folder, env=variables, capture_output=True, text=True, check=False
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_suite_runs_unchanged(tmp_path: Path, kind: str) -> None:
+    out = run_suite(tmp_path, f"--syncprims-worlds={kind}")
+    ended = "6 passed, 1 skipped, 1 xfailed" if find_spec("expecttest") else "4 passed"
+    assert ended in out.splitlines()[-1], out
+    assert "1 left to their own launcher: the processes are not joined at once" in out
+
+
+def test_workers_report_their_launches(tmp_path: Path) -> None:
+    out = run_suite(tmp_path, "--syncprims-worlds", "-n", "2", "-k", "spawn or raises")
+    assert "2 passed" in out.splitlines()[-1], out
+    assert "\n4 in worlds\n" in out
