@@ -13,7 +13,8 @@ Several hosts: run it on each. It shows the ranks there, and what they know of t
 the user of the job, or as root.
 
 exit code: 0 if all ranks move, or no world runs here; 3 if a rank has waited for --stuck-after
-seconds; 2 if there is no such world, or it cannot be read.
+seconds; 2 if there is no such world, or it cannot be read. If all ranks are in collectives of
+torch, it looks for --stuck-after seconds whether they go on.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .console import CommandParser, Style, table
 from .options import SECONDS
 
 _PAUSE = 0.1  # seconds between the first two looks
-_COLOURS = {"moving": "green", "waiting": "yellow", "ended": "bold"}
+_COLOURS = {"moving": "green", "waiting": "yellow", "torch": "yellow", "ended": "bold"}
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -68,6 +69,9 @@ def run(options: argparse.Namespace) -> int:
         observation.look()
         time.sleep(min(_PAUSE, pause))
         while (reports := observation.look()) or not watched:
+            if not watched and any(map(_may_get_stuck, reports)):
+                time.sleep(_PAUSE)  # nothing says since when: so it is watched
+                continue
             code = _code(reports)
             lines = _json(reports) if options.json else _text(reports, observation.refused, style)
             text = "\n".join(lines)
@@ -87,6 +91,10 @@ def describe_run(which: str) -> list[str]:
         return _text(who(which), (), Style(sys.stderr, {"NO_COLOR": "1"}))
     except SyncError as error:
         return [f"syncprims who: {error}"]
+
+
+def _may_get_stuck(report: WorldReport) -> bool:
+    return report.verdict.kind == "torch" and not report.verdict.stuck
 
 
 def _code(reports: Sequence[WorldReport]) -> int:

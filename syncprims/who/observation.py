@@ -99,6 +99,8 @@ class Observation:
         self._before: dict[str, _Look] = {}
         self._lines: dict[int, str] = {}
         self._lines_at = float("-inf")
+        #: By world: where all ranks were in collectives of torch, and since when they are there.
+        self._in_torch: dict[str, tuple[object, float]] = {}
         self.refused: Sequence[str] = ()  #: directories that this user may not read
         self._readers = self._find()
 
@@ -119,7 +121,10 @@ class Observation:
                 samples = {rank: processes.sample(pid) for rank, pid in view.pids.items()}
                 look = seen[reader.path] = _Look(view, time.monotonic(), samples)
                 before = self._before.get(reader.path, look)
-                reports.append(self._report(reader.path, before, look))
+                report = self._report(reader.path, before, look)
+                if report.verdict.kind == "moving":
+                    report = self._look_into_torch(report, before, look)
+                reports.append(report)
         self._before = seen
         return reports
 
@@ -199,6 +204,42 @@ class Observation:
             path,
             None if barrier is None else str(barrier),
         )
+
+    def _look_into_torch(self, report: WorldReport, before: _Look, now: _Look) -> WorldReport:
+        """Return the report of a world whose ranks move, or stand in collectives of torch.
+
+        Nothing but their lines shows that. They count if no rank has made a call since the look
+        before, and each that runs here is in such a collective.
+        """
+        rounds, since = [
+            [[one.rounds for one in board.statuses.values()] for board in look.view.boards]
+            for look in (now, before)
+        ]
+        running = {row.rank: row.pid for row in report.ranks if row.state == "running" and row.pid}
+        lines: dict[int, str] = {}
+        if before is not now and rounds == since and running:
+            lines = processes.python_lines(running.values())
+        if not lines or not all(
+            lines.get(pid, "").endswith(processes.IN_TORCH) for pid in running.values()
+        ):
+            self._in_torch.pop(report.path, None)
+            return report
+        place = rounds, lines
+        known, begin = self._in_torch.get(report.path, (None, 0.0))
+        if known != place:
+            begin = before.at
+            self._in_torch[report.path] = place, begin
+        waited = now.at - begin
+        text = (
+            f"all ranks here have been in collectives of torch for {waited:.1f} s or longer, and "
+            f"have made no call of this library: compare their lines"
+        )
+        verdict = Verdict("torch", [], text, waited, waited >= self._stuck_after)
+        rows = [
+            row._replace(doing=f"in {lines[running[row.rank]]}") if row.rank in running else row
+            for row in report.ranks
+        ]
+        return report._replace(ranks=rows, verdict=verdict)
 
 
 def _activity(pid: int, before: ProcessSample, now: ProcessSample, used: float | None) -> str:

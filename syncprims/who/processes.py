@@ -43,6 +43,9 @@ _WITH_FILE = {
     "recvfrom", "sendmsg", "recvmsg", "fcntl", "flock", "fsync", "fdatasync", "getdents64",
 }  # fmt: skip
 _INSTALLED = r"/site-packages/|/lib/python3|^<"  # files that are not the user's program
+_OF_TORCH = r"/torch/(distributed|nn/parallel|autograd|cuda)/"  # files of its collectives
+#: How the line of a process ends that is in a collective of torch.
+IN_TORCH = " of torch"
 _MOST_STACKS = 8  # of one look
 _STACK_TIMEOUT = 5.0  # seconds
 
@@ -148,9 +151,17 @@ def _python_line(program: str, pid: int) -> str:
 
 
 def _innermost(frames: Sequence[Any]) -> str:
-    """Return the innermost frame that is of the user's program; else the innermost one."""
+    """Return the innermost frame that is of the user's program; else the innermost one.
+
+    And the function of torch that it has called, if that is one of its collectives.
+    """
     theirs = [one for one in frames if not re.search(_INSTALLED, one["filename"])] or frames
     if not theirs:
         return ""
     name = re.sub(r".*/", "", theirs[0]["filename"])
-    return f"{theirs[0]['name']} ({name}:{theirs[0]['line']})"
+    called = [
+        one for one in frames[: frames.index(theirs[0])] if not one["name"].endswith("wrapper")
+    ]
+    torchs = [one["name"] for one in called if re.search(_OF_TORCH, one["filename"])]
+    inside = f", in {torchs[-1]}{IN_TORCH}" if torchs else ""
+    return f"{theirs[0]['name']} ({name}:{theirs[0]['line']}){inside}"

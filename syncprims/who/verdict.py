@@ -18,7 +18,9 @@ from syncprims.interface import Label, Status, WaitView
 NOTABLE = 0.5
 _MOST_NAMED = 8  # ranks whose activity is described
 
-Kind = Literal["moving", "waiting", "deadlock", "lost", "failed", "finished", "ended", "unreadable"]
+Kind = Literal[
+    "moving", "waiting", "torch", "deadlock", "lost", "failed", "finished", "ended", "unreadable"
+]
 
 
 class BoardView(NamedTuple):

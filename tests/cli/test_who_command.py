@@ -101,6 +101,29 @@ def test_people_and_programs_read_the_same(tmp_path: Path) -> None:
     assert (found["verdict"]["kind"], found["verdict"]["waiting_for"]) == ("waiting", [1])
 
 
+def test_ranks_that_hang_in_collectives_of_torch_are_stuck(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    if find_py_spy() is None:
+        pytest.skip("only py-spy shows where they are")
+    hangs_in_torch = """
+        import torch, torch.distributed as dist
+        import syncprims as sp
+        sp.barrier("start")
+        me = {"rank": sp.get_rank(), "world_size": 2}
+        dist.init_process_group("gloo", init_method="file://" + sys.argv[1], **me)
+        dist.recv(torch.zeros(1), 1 - sp.get_rank())
+        """
+    store = str(tmp_path / "store")
+    run = [*RUN[:-1], "--grace", "1", RUN[-1], store]
+    with job(tmp_path, run, "import sys\n" + textwrap.dedent(hangs_in_torch)) as started:
+        await_report(started.pid, lambda r: r.verdict.kind == "torch", stuck_after=1000)
+        printed = command(str(started.pid), "--stuck-after", "1")
+        started.terminate()
+    assert printed.returncode == 3, printed
+    assert "all ranks here have been in collectives of torch for 1." in printed.stdout
+    assert printed.stdout.count("in <module> (job.py:8), in recv of torch") == 2
+
+
 def test_a_rank_that_hangs_before_its_first_call_is_shown(tmp_path: Path) -> None:
     """And the process that it waits for, as for a worker of a loader."""
     hangs_early = """
