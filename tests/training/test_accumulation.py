@@ -37,7 +37,6 @@ from syncprims.training import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from support.rank_worlds import Ranks
 
@@ -490,31 +489,6 @@ def test_after_a_full_window_is_loaded_a_plain_loop_trains_as_before(world: Rank
 
     mean = (world.ranks + 1) / 2
     assert world.run(program) == [(True, [-1.0, -1 - mean, -1 - 2 * mean])] * world.ranks
-
-
-@everywhere
-def test_a_sparse_gradient_goes_on_in_another_process(world: Ranks, tmp_path: Path) -> None:
-    def program() -> None:
-        weights = torch.arange(12.0).reshape(6, 2)
-        found: list[torch.Tensor] = []
-        for saves in (False, True):
-            job = new_job(3)
-            model: Any = nn.Embedding(6, 2, sparse=True, _weight=weights.clone())
-            optimizer: Any = torch.optim.SparseAdam(model.parameters(), lr=0.1)
-            model, optimizer = job.prepare(model, optimizer)
-            for at in range(6):
-                with job.accumulate(model):
-                    rows = torch.tensor([at, (at + syncprims.get_rank()) % 6, 3])
-                    job.backward(model(rows).square().sum(), weight=len(rows))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if saves and at == 3:
-                    job.save_state(tmp_path)
-                    job.load_state(tmp_path)
-            found += list(model.parameters())
-        assert torch.equal(*found)
-
-    world.run(program)
 
 
 @alone

@@ -598,25 +598,6 @@ def test_the_rest_of_an_epoch_is_shared_by_any_number_of_ranks(way: str, tmp_pat
     assert sorted(seen) == list(range(total))
 
 
-def test_a_job_shares_the_rest_of_an_epoch_too(tmp_path: Path) -> None:
-    def part(ranks: int) -> list[int]:
-        def program() -> list[int]:
-            job, seen = new_job(stateful=True), list[int]()
-            loader = job.prepare(feed(range(40), batch_size=2, shuffle=True))
-            if ranks == 2:
-                job.load_state(tmp_path)
-            for count, batch in enumerate(loader, 1):
-                seen += batch.tolist()
-                if ranks == 4 and count == 2:
-                    job.save_state(tmp_path)
-                    break
-            return seen
-
-        return [x for own in run_world(program, ranks) for x in own]
-
-    assert sorted(part(4) + part(2)) == list(range(40))
-
-
 def test_worlds_of_any_sizes_share_an_epoch_without_a_sample_twice() -> None:
     for seed in range(500):
         dice = random.Random(seed)
@@ -721,7 +702,7 @@ def test_what_a_loader_cannot_deal_again_is_refused() -> None:
     def program() -> None:
         change = change_to((0, 1, 2), 0)
         with pytest.raises(RuntimeError, match="use_stateful_dataloader"):
-            prepare_data_loader(feed(range(8), shuffle=True), order="torch").reshard(change)
+            prepare_data_loader(feed(range(8), shuffle=True), seeded=False).reshard(change)
         place = {"num_replicas": 3, "rank": syncprims.get_rank()}
         sampler: Any = DistributedSampler(range(12), seed=3, **place)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         loader = prepare_data_loader(feed(range(12), sampler=sampler))
@@ -746,9 +727,8 @@ def test_a_prepared_loader_is_a_loader(world: Ranks) -> None:
         assert len(loader) == 3
         assert prepare_data_loader(loader) is loader
         assert sampler.generator is None, "the user's sampler is left alone"
-        for order in ("torch", "seedable"):
-            with pytest.raises(RuntimeError, match="use_stateful_dataloader"):
-                prepare_data_loader(plain, order=order).state_dict()
+        with pytest.raises(RuntimeError, match="use_stateful_dataloader"):
+            prepare_data_loader(plain, seeded=False).state_dict()
         single: Any = feed(range(3), batch_size=None, sampler=SequentialSampler(range(3)))
         assert list(prepare_data_loader(single)) == [0, 1, 2]
         for kind in (WithArguments, DerivedFromIt):
