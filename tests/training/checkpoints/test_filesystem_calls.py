@@ -21,7 +21,7 @@ def names_used(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            found |= {node.func.id} & {"open", "Path"}
+            found |= {node.func.id} & {"open"}
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             found |= {node.attr} if node.value.id == "os" else set()
             found |= {"Path"} if node.value.id == "Path" else set()
