@@ -452,13 +452,15 @@ def test_ranks_that_freeze_different_parameters_are_told(world: Ranks, alike: bo
 @with_others
 def test_running_means_are_rank_0s_after_each_step(world: Ranks) -> None:
     def program() -> list[list[float]]:
-        model = nn.BatchNorm1d(2)
+        plain = nn.BatchNorm1d(2)
         accumulator, seen = Accumulator(2), []
-        for _ in range(4):
+        model = prepare(plain, accumulator=accumulator)
+        for step in range(4):
             with accumulator.accumulate(model):
                 x = torch.tensor([[1.0, 2.0], [3.0, 5.0]]) * (1 + syncprims.get_rank())
-                accumulator.backward(model(x).sum())
-            seen += [model.running_mean.tolist()] * accumulator.sync_gradients  # type: ignore[union-attr]
+                # Later also twice before its backward pass, as in adversarial training.
+                accumulator.backward((model(x) + model(x) if step > 1 else model(x)).sum())
+            seen += [plain.running_mean.tolist()] * accumulator.sync_gradients  # type: ignore[union-attr]
         return seen
 
     results = world.run(program)
@@ -522,31 +524,39 @@ def test_misuse_is_told(world: Ranks) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize("steps", [1, 3])
-def test_ranks_may_run_out_of_data(world: Ranks, steps: int) -> None:
+@pytest.mark.parametrize(("steps", "main_is_last"), [(1, True), (1, False), (3, True), (3, False)])
+def test_ranks_may_run_out_of_data(world: Ranks, steps: int, main_is_last: bool) -> None:
+    """And in the micro-batch after it, all have data again."""
+
     def program() -> tuple[list[float], list[float], Any]:
         rank, ranks = syncprims.get_rank(), syncprims.get_world_size()
-        table = rows(5 * ranks)
-        data = [table[i] for i in range(5 * ranks)]
-        mine = [data[rank + ranks * i] for i in range(5 - rank)]  # the last ranks have fewest
+        table = rows(6 * ranks)
+        data = [table[i] for i in range(6 * ranks)]
+        counts = [5 - (r if main_is_last else ranks - 1 - r) for r in range(ranks)]
+        mine = [data[rank + ranks * i] for i in range(counts[rank])]
         accumulator, model, whole = Accumulator(steps), small_model(), small_model()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         model, optimizer, schedule = prepare(model, optimizer, schedule, accumulator=accumulator)
-        with join_uneven_inputs(accumulator):
-            for x, y in mine:
+
+        def train(batches: list[tuple[torch.Tensor, ...]]) -> None:
+            for x, y in batches:
                 with accumulator.accumulate(model):
                     accumulator.backward((model(x) - y).square().sum(), weight=1)
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
+
+        with join_uneven_inputs(accumulator):
+            train(mine)
+        train([data[rank + ranks * 5]])
         plain = torch.optim.Adam(whole.parameters(), lr=0.1)
-        for first in range(0, 5 - 5 % steps, steps):
+        for first in range(0, 6, steps):
             held = [
                 data[r + ranks * i]
                 for i in range(first, first + steps)
                 for r in range(ranks)
-                if i < 5 - r
+                if i < counts[r] or i == 5
             ]
             plain.zero_grad()
             for x, y in held:
@@ -557,7 +567,7 @@ def test_ranks_may_run_out_of_data(world: Ranks, steps: int) -> None:
 
     for mine, wanted, rate in world.run(program):
         assert close(mine, wanted, within=1e-10)
-        assert rate == pytest.approx(0.1 * 0.9 ** (5 // steps))
+        assert rate == pytest.approx(0.1 * 0.9 ** (6 // steps))
 
 
 @in_pairs
