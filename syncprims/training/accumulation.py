@@ -547,9 +547,17 @@ class AccumulationWindow:
     # -- saving ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counts and this rank's gradients of a window that is not full."""
+        """Return counts and this rank's gradients of a window that is not full.
+
+        :raises TypeError: if such gradients are sparse.
+        """
         if self.sync or not self.count:
             return dict(_FULL)
+        if any(p.grad is not None and p.grad.is_sparse for p in self.parameters):
+            raise TypeError(
+                "the gradients of a window that is not full are sparse, and a state holds dense "
+                "tensors only: save where sync_gradients is true"
+            )
         return {
             "count": self.count,
             "passes": self.passes,

@@ -515,6 +515,11 @@ def test_misuse_is_told(world: Ranks) -> None:
             several.backward(model(ones()).sum(), weight=2)
             with pytest.raises(ValueError, match="different weights"):
                 several.backward(model(ones()).sum(), weight=3)
+        sparse, words = Accumulator(2), nn.Embedding(3, 1, sparse=True)
+        with sparse.accumulate(words):
+            sparse.backward(words(torch.tensor([1])).sum())
+        with pytest.raises(TypeError, match="save where sync_gradients is true"):
+            sparse.state_dict()
         with pytest.raises(ValueError, match="steps=0"):
             Accumulator(0)
         with pytest.raises(TypeError):
