@@ -30,14 +30,6 @@ def samplers(sampler: Any) -> Iterator[Any]:
         sampler = getattr(sampler, "sampler", None)
 
 
-def with_inner(sampler: Any, inner: Any) -> Any:
-    """Return a copy of `sampler` with another sampler inside, if any."""
-    changed = copy.copy(sampler)
-    if inner is not None:
-        changed.sampler = inner
-    return changed
-
-
 def is_sharded(sampler: Any) -> bool:
     """Return whether `sampler`, or the one that it batches, shards the data by rank itself."""
     return any(isinstance(one, DistributedSampler) for one in samplers(sampler))
@@ -50,8 +42,10 @@ def copy_sampler(sampler: Any) -> Any:
     """
     if type(sampler).__module__ != data.Sampler.__module__:
         return sampler
-    inner = getattr(sampler, "sampler", None)
-    return with_inner(sampler, None if inner is None else copy_sampler(inner))
+    changed = copy.copy(sampler)
+    if getattr(sampler, "sampler", None) is not None:
+        changed.sampler = copy_sampler(sampler.sampler)
+    return changed
 
 
 class EpochSetter:
