@@ -36,7 +36,7 @@ from .configuration import (
     check_unsupported,
     named_handlers,
 )
-from .data_loader import skip_first_batches
+from .data_loader import order_of, skip_first_batches
 from .saving import Checkpointing
 from .state import GradientState, RankCalls, state_of_job
 from .tracking import Tracking
@@ -315,7 +315,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         for name in ("split_batches", "dispatch_batches", "even_batches", "non_blocking"):
             setattr(options, name, getattr(data, name))
         options.seed = data.data_seed
-        options.seeded = data.use_stateful_dataloader or data.use_seedable_sampler
+        options.order = order_of(data.use_stateful_dataloader, data.use_seedable_sampler)
 
     device_placement = delegated(
         "preparation.options.device_placement", "Whether models and batches are moved."

@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from syncprims.training import PreparedLoader
 from syncprims.training import prepare_data_loader as _prepare
 from syncprims.training import skip_first_batches as _skip_first_batches
+from syncprims.training.data.sampling import SeedableRandomSampler as SeedableRandomSampler
 
 from .utils import find_name as _find_name
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 __all__ = ["SeedableRandomSampler", "prepare_data_loader", "skip_first_batches"]
-
-
-class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order is that of torch's for the seed ``initial_seed + epoch``.
-
-    An iteration that follows another one without :meth:`set_epoch` is of the next epoch.
-    """
-
-    def __init__(self, *args: Any, data_seed: int | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of `epoch`."""
-        self.epoch, self._iterations = epoch, 0
-
-    def __iter__(self) -> Iterator[int]:
-        seed = self.initial_seed + self.epoch + self._iterations
-        self._iterations += 1
-        self.generator = torch.Generator().manual_seed(seed)
-        yield from super().__iter__()
 
 
 def prepare_data_loader(
@@ -59,8 +35,7 @@ def prepare_data_loader(
     """Return a loader of this rank's batches. The ranks are those of the world. Collective.
 
     `options` are those of :func:`syncprims.training.prepare_data_loader`; Accelerate's about ranks
-    and random numbers mean nothing here. With `use_seedable_sampler` the order follows from a seed,
-    as with `use_stateful_dataloader`; it is not the order that Accelerate draws from that seed.
+    and random numbers mean nothing here.
     """
     if dispatch_batches is None and not put_on_device:
         dispatch_batches = False
@@ -70,10 +45,15 @@ def prepare_data_loader(
         split_batches=split_batches,
         seed=data_seed,
         dispatch_batches=dispatch_batches,
-        seeded=use_stateful_dataloader or use_seedable_sampler,
+        order=order_of(use_stateful_dataloader, use_seedable_sampler),
         skip_finished=True,
         **options,
     )
+
+
+def order_of(stateful: bool, seedable: bool) -> str:
+    """Return the order of shuffled data: ``"seeded"`` is the only one that a state can hold."""
+    return "seeded" if stateful else "seedable" if seedable else "torch"
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:

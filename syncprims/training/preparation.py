@@ -68,7 +68,7 @@ class JobOptions:
     split_batches: bool = False
     dispatch_batches: bool | None = False  #: rank 0 reads for all; None: streams only
     seed: int | None = None
-    seeded: bool = True  #: the order of data follows from a seed, not from torch's generators
+    order: str = "seeded"  #: of shuffled data, or ``"torch"``, or ``"seedable"``
     skip_finished: bool = False  #: a state saved in an epoch's last batch goes on with the next one
     non_blocking: bool = False
     schedule: bool = True  #: schedules follow the optimizers' steps
@@ -80,7 +80,7 @@ class JobOptions:
 
 #: Those of :func:`prepare_data_loader`.
 _LOADER_OPTIONS = (
-    "even_batches", "split_batches", "dispatch_batches", "seed", "seeded", "skip_finished",
+    "even_batches", "split_batches", "dispatch_batches", "seed", "order", "skip_finished",
     "non_blocking",
 )  # fmt: skip
 

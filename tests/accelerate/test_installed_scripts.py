@@ -64,6 +64,8 @@ def calls_of(name: str, script: ModuleType, ranks: int) -> list[tuple[str, Any]]
             "check_seedable_sampler_with_data_seed", "test_trigger",
         ):  # fmt: skip
             add(function)
+        if ranks > 1:
+            add("check_seedable_sampler_in_batch_sampler_shard")
         for seedable in (False, True):
             add("training_check", use_seedable_sampler=seedable)
     elif name == "test_ops":

@@ -702,7 +702,7 @@ def test_what_a_loader_cannot_deal_again_is_refused() -> None:
     def program() -> None:
         change = change_to((0, 1, 2), 0)
         with pytest.raises(RuntimeError, match="use_stateful_dataloader"):
-            prepare_data_loader(feed(range(8), shuffle=True), seeded=False).reshard(change)
+            prepare_data_loader(feed(range(8), shuffle=True), order="torch").reshard(change)
         place = {"num_replicas": 3, "rank": syncprims.get_rank()}
         sampler: Any = DistributedSampler(range(12), seed=3, **place)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         loader = prepare_data_loader(feed(range(12), sampler=sampler))
@@ -727,8 +727,9 @@ def test_a_prepared_loader_is_a_loader(world: Ranks) -> None:
         assert len(loader) == 3
         assert prepare_data_loader(loader) is loader
         assert sampler.generator is None, "the user's sampler is left alone"
-        with pytest.raises(RuntimeError, match="use_stateful_dataloader"):
-            prepare_data_loader(plain, seeded=False).state_dict()
+        for order in ("torch", "seedable"):
+            with pytest.raises(RuntimeError, match="use_stateful_dataloader"):
+                prepare_data_loader(plain, order=order).state_dict()
         single: Any = feed(range(3), batch_size=None, sampler=SequentialSampler(range(3)))
         assert list(prepare_data_loader(single)) == [0, 1, 2]
         for kind in (WithArguments, DerivedFromIt):

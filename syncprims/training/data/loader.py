@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset
 
 from syncprims import broadcast, get_rank, get_world_size
@@ -19,10 +20,12 @@ from syncprims.training.rng import epoch_generator
 from .batch_shards import BatchShard, ShardPlan, dispatch
 from .sampling import (
     EpochSetter,
+    SeedableRandomSampler,
     copy_sampler,
     is_sharded,
     samplers,
     seed_generators,
+    with_inner,
 )
 
 if TYPE_CHECKING:
@@ -193,7 +196,7 @@ class PreparedLoader(DataLoader[T]):
         if self._progress.seed is None:
             raise RuntimeError(
                 "this loader has the order of torch's own generators, which no state holds: "
-                "prepare it with seeded=True (an Accelerator: with use_stateful_dataloader=True)"
+                "prepare it with order='seeded' (Accelerator: with use_stateful_dataloader=True)"
             )
         return self._progress.seed
 
@@ -383,7 +386,7 @@ def prepare_data_loader(
     loaders: OpenLoaders | None = None,
     non_blocking: bool = False,
     dispatch_batches: bool | None = False,
-    seeded: bool = True,
+    order: str = "seeded",
     skip_finished: bool = False,
 ) -> PreparedLoader[T]:
     """Return a loader of this rank's batches of `loader`, on `device`. Collective.
@@ -392,10 +395,9 @@ def prepare_data_loader(
     of one size, the last ones padded from the beginning of the data; without, nothing is repeated.
     With `split_batches` each batch is cut into one part per rank instead: the batch size is that of
     all ranks together. Shuffling follows from `seed` and the epoch, the same on all ranks; without
-    a seed, rank 0's generator gives one. If it is not `seeded`, it is that of torch's own
-    generators, the same on all ranks, and cannot be resumed. A sampler that shards by itself is
-    used as it is. With `dispatch_batches` rank 0 reads and sends the others their batches. A stream
-    is read so in every case.
+    a seed, rank 0's generator gives one. A sampler that shards by itself is used as it is. With
+    `dispatch_batches` rank 0 reads and sends the others their batches. A stream is read so in
+    every case.
 
     :raises ValueError: if batches cannot be cut as asked; if rank 0 is to read from a sampler that
         shards by itself; if workers yield batches in any order (``in_order=False``).
@@ -408,17 +410,22 @@ def prepare_data_loader(
     _check(loader, dispatched=dispatched and ranks > 1)
     drop_last = loader.drop_last
     plan = ShardPlan(get_rank(), ranks, even_batches, split_batches, drop_last, dispatched)
-    mine = _rebuild(loader, plan)
-    generator = None if seeded or plan.dispatch else _common_generator(mine)
-    if seeded and seed is None:
-        own = loader.generator or getattr(loader.sampler, "generator", None)
-        source: Any = own if isinstance(own, torch.Generator) else torch
-        seed = broadcast(int(source.initial_seed()), name="seed")
+    generator = None
+    if order == "torch":
+        mine = _rebuild(loader, plan)
+        generator = None if plan.dispatch else _common_generator(mine)
+        seed = None
+    else:
+        if seed is None:
+            own = loader.generator or getattr(loader.sampler, "generator", None)
+            source: Any = own if isinstance(own, torch.Generator) else torch
+            seed = broadcast(int(source.initial_seed()), name="seed")
+        mine = _rebuild(loader, plan, seed if order == "seedable" else None)
     return PreparedLoader(
         mine,
         plan,
         device,
-        seed if seeded else None,
+        None if order == "seedable" else seed,
         loaders or OpenLoaders(),
         non_blocking=non_blocking,
         generator=generator,
@@ -462,8 +469,11 @@ def _common_generator(loader: DataLoader[Any]) -> torch.Generator | None:
     return None
 
 
-def _rebuild(loader: DataLoader[T], plan: ShardPlan) -> DataLoader[T]:
-    """Return a loader with the options of `loader` that reads this rank's batches."""
+def _rebuild(loader: DataLoader[T], plan: ShardPlan, seed: int | None = None) -> DataLoader[T]:
+    """Return a loader with the options of `loader` that reads this rank's batches.
+
+    With `seed` a random sampler gets torch's order for that seed.
+    """
     if isinstance(loader.dataset, IterableDataset):
         return copy.copy(loader)
     names = _KEPT + (_KEPT_WITH_WORKERS if loader.num_workers else ())
@@ -473,12 +483,26 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan) -> DataLoader[T]:
         kind = DataLoader  # a subclass may have a constructor with other arguments
     batched = loader.batch_sampler is not None
     sampler: Any = loader.batch_sampler if batched else loader.sampler
+    if seed is not None:
+        sampler = _make_seedable(sampler, seed)
     if plan.dispatch or is_sharded(sampler):
         plan = ShardPlan(0, 1, plan.even)
     shard = BatchShard(sampler, plan)
     if batched:
         return kind(loader.dataset, batch_sampler=shard, **options)
     return kind(loader.dataset, batch_size=None, sampler=shard, **options)
+
+
+def _make_seedable(sampler: Any, seed: int) -> Any:
+    """Return `sampler` with torch's random sampler replaced by one of this seed."""
+    if type(sampler) is data.RandomSampler:
+        count = None if sampler._num_samples is None else sampler.num_samples  # pyright: ignore[reportPrivateUsage]
+        return SeedableRandomSampler(
+            sampler.data_source, sampler.replacement, count, torch.Generator(), data_seed=seed
+        )
+    inner = getattr(sampler, "sampler", None)
+    seedable = inner if inner is None else _make_seedable(inner, seed)
+    return sampler if seedable is inner else with_inner(sampler, seedable)
 
 
 _KEPT = (

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
 
@@ -15,8 +16,27 @@ T = TypeVar("T")
 _END: Any = object()  # never an item
 
 
+class SeedableRandomSampler(data.RandomSampler):
+    """A random sampler whose order is that of torch's for the seed ``initial_seed + epoch``."""
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of `epoch`."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = self.generator or torch.Generator()
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        yield from super().__iter__()
+        self.epoch += 1
+
+
 #: Their order is certain to follow from seed and epoch.
-SEEDED = (data.SequentialSampler, data.RandomSampler)
+SEEDED = (data.SequentialSampler, data.RandomSampler, SeedableRandomSampler)
 #: With a generator of their own, they draw nothing from the global generators.
 _SELF_CONTAINED = (
     *SEEDED, data.SubsetRandomSampler, data.WeightedRandomSampler, list, tuple, range,
@@ -28,6 +48,14 @@ def samplers(sampler: Any) -> Iterator[Any]:
     while sampler is not None:
         yield sampler
         sampler = getattr(sampler, "sampler", None)
+
+
+def with_inner(sampler: Any, inner: Any) -> Any:
+    """Return a copy of `sampler` with another sampler inside, if any."""
+    changed = copy.copy(sampler)
+    if inner is not None:
+        changed.sampler = inner
+    return changed
 
 
 def is_sharded(sampler: Any) -> bool:
@@ -42,10 +70,8 @@ def copy_sampler(sampler: Any) -> Any:
     """
     if type(sampler).__module__ != data.Sampler.__module__:
         return sampler
-    changed = copy.copy(sampler)
-    if getattr(sampler, "sampler", None) is not None:
-        changed.sampler = copy_sampler(sampler.sampler)
-    return changed
+    inner = getattr(sampler, "sampler", None)
+    return with_inner(sampler, None if inner is None else copy_sampler(inner))
 
 
 class EpochSetter:
@@ -58,7 +84,8 @@ class EpochSetter:
         """Set `epoch` where no other one has been set since the last call."""
         for one in samplers(sampler):
             if callable(getattr(one, "set_epoch", None)):
-                if getattr(one, "epoch", None) == self._known.get(id(one)):
+                counts = isinstance(one, SeedableRandomSampler)  # and so changes its own epoch
+                if counts or getattr(one, "epoch", None) == self._known.get(id(one)):
                     one.set_epoch(epoch)
                 self._known[id(one)] = getattr(one, "epoch", None)
 
