@@ -547,16 +547,26 @@ class AccumulationWindow:
     # -- saving ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counts and this rank's gradients of a window that is not full."""
+        """Return counts and this rank's gradients of a window that is not full.
+
+        :raises TypeError: if such gradients are sparse.
+        """
         if self.sync or not self.count:
             return dict(_FULL)
+        if any(p.grad is not None and p.grad.is_sparse for p in self.parameters):
+            raise TypeError(
+                "the gradients of a window that is not full are sparse, and a state holds dense "
+                "tensors only: save where sync_gradients is true"
+            )
         return {
             "count": self.count,
             "passes": self.passes,
             "weighted": self._weighted,
             "items": self._items,
             "gradients": {
-                str(i): _saved(p.grad) for i, p in enumerate(self.parameters) if p.grad is not None
+                str(i): p.grad.detach().clone()
+                for i, p in enumerate(self.parameters)
+                if p.grad is not None
             },
         }
 
@@ -569,30 +579,13 @@ class AccumulationWindow:
         parameters = self.parameters
         for number, gradient in state["gradients"].items():
             p = parameters[int(number)]
-            p.grad = _restored(gradient, p)
+            p.grad = gradient.to(p.device, copy=True)
 
 
 #: The state of a window that is full, or that no block has entered.
 _FULL: dict[str, Any] = {
     "count": 0, "passes": 0, "weighted": None, "items": 0.0, "gradients": {},
 }  # fmt: skip
-
-
-def _saved(gradient: torch.Tensor) -> Any:
-    """Return a copy of a gradient that a state can hold; of a sparse one, its parts."""
-    gradient = gradient.detach()
-    if not gradient.is_sparse:
-        return gradient.clone()
-    return {"indices": gradient._indices().clone(), "values": gradient._values().clone()}
-
-
-def _restored(saved: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the gradient of `parameter` that :func:`_saved` has returned."""
-    device = parameter.device
-    if isinstance(saved, torch.Tensor):
-        return saved.to(device, copy=True)
-    indices, values = (saved[name].to(device, copy=True) for name in ("indices", "values"))
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
 
 
 def _checked(weight: float) -> float:

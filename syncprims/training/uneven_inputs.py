@@ -137,7 +137,10 @@ class _Join:
             if get_rank() != source:
                 obj.load_state_dict(state)
         # A rank that has not stepped has gradients that the others have cleared, or not yet used.
-        used = [p for optimizer in accumulator.optimizers for p in parameters_of(optimizer)]
+        # Those of a window that is not full are each rank's own sums, and wait for the rest of it.
+        half = {p for w in accumulator.entered if w.count and not w.sync for p in w.parameters}
+        every = [p for optimizer in accumulator.optimizers for p in parameters_of(optimizer)]
+        used = [p for p in every if p not in half]
         left: list[torch.Tensor | None] = broadcast([p.grad for p in used], source)
         if get_rank() not in self._active:
             for p, gradient in zip(used, left, strict=True):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
 
-#: The calls of `os` that checkpoints use. A test with strace checks that there are no others.
+#: The calls of `os` that checkpoints use. A test checks that there are no others.
 CALLS = (
     "open", "write", "pwrite", "read", "preadv", "posix_fadvise", "fsync", "close", "fstat", "stat",
     "lstat", "listdir", "mkdir", "rename", "unlink", "rmdir",

@@ -37,7 +37,6 @@ from syncprims.training import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from support.rank_worlds import Ranks
 
@@ -453,13 +452,15 @@ def test_ranks_that_freeze_different_parameters_are_told(world: Ranks, alike: bo
 @with_others
 def test_running_means_are_rank_0s_after_each_step(world: Ranks) -> None:
     def program() -> list[list[float]]:
-        model = nn.BatchNorm1d(2)
+        plain = nn.BatchNorm1d(2)
         accumulator, seen = Accumulator(2), []
-        for _ in range(4):
+        model = prepare(plain, accumulator=accumulator)
+        for step in range(4):
             with accumulator.accumulate(model):
                 x = torch.tensor([[1.0, 2.0], [3.0, 5.0]]) * (1 + syncprims.get_rank())
-                accumulator.backward(model(x).sum())
-            seen += [model.running_mean.tolist()] * accumulator.sync_gradients  # type: ignore[union-attr]
+                # Later also twice before its backward pass, as in adversarial training.
+                accumulator.backward((model(x) + model(x) if step > 1 else model(x)).sum())
+            seen += [plain.running_mean.tolist()] * accumulator.sync_gradients  # type: ignore[union-attr]
         return seen
 
     results = world.run(program)
@@ -492,31 +493,6 @@ def test_after_a_full_window_is_loaded_a_plain_loop_trains_as_before(world: Rank
     assert world.run(program) == [(True, [-1.0, -1 - mean, -1 - 2 * mean])] * world.ranks
 
 
-@everywhere
-def test_a_sparse_gradient_goes_on_in_another_process(world: Ranks, tmp_path: Path) -> None:
-    def program() -> None:
-        weights = torch.arange(12.0).reshape(6, 2)
-        found: list[torch.Tensor] = []
-        for saves in (False, True):
-            job = new_job(3)
-            model: Any = nn.Embedding(6, 2, sparse=True, _weight=weights.clone())
-            optimizer: Any = torch.optim.SparseAdam(model.parameters(), lr=0.1)
-            model, optimizer = job.prepare(model, optimizer)
-            for at in range(6):
-                with job.accumulate(model):
-                    rows = torch.tensor([at, (at + syncprims.get_rank()) % 6, 3])
-                    job.backward(model(rows).square().sum(), weight=len(rows))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if saves and at == 3:
-                    job.save_state(tmp_path)
-                    job.load_state(tmp_path)
-            found += list(model.parameters())
-        assert torch.equal(*found)
-
-    world.run(program)
-
-
 @alone
 def test_misuse_is_told(world: Ranks) -> None:
     def program() -> None:
@@ -539,6 +515,11 @@ def test_misuse_is_told(world: Ranks) -> None:
             several.backward(model(ones()).sum(), weight=2)
             with pytest.raises(ValueError, match="different weights"):
                 several.backward(model(ones()).sum(), weight=3)
+        sparse, words = Accumulator(2), nn.Embedding(3, 1, sparse=True)
+        with sparse.accumulate(words):
+            sparse.backward(words(torch.tensor([1])).sum())
+        with pytest.raises(TypeError, match="save where sync_gradients is true"):
+            sparse.state_dict()
         with pytest.raises(ValueError, match="steps=0"):
             Accumulator(0)
         with pytest.raises(TypeError):
@@ -548,31 +529,39 @@ def test_misuse_is_told(world: Ranks) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize("steps", [1, 3])
-def test_ranks_may_run_out_of_data(world: Ranks, steps: int) -> None:
+@pytest.mark.parametrize(("steps", "main_is_last"), [(1, True), (1, False), (3, True), (3, False)])
+def test_ranks_may_run_out_of_data(world: Ranks, steps: int, main_is_last: bool) -> None:
+    """And in the micro-batch after it, all have data again."""
+
     def program() -> tuple[list[float], list[float], Any]:
         rank, ranks = syncprims.get_rank(), syncprims.get_world_size()
-        table = rows(5 * ranks)
-        data = [table[i] for i in range(5 * ranks)]
-        mine = [data[rank + ranks * i] for i in range(5 - rank)]  # the last ranks have fewest
+        table = rows(6 * ranks)
+        data = [table[i] for i in range(6 * ranks)]
+        counts = [5 - (r if main_is_last else ranks - 1 - r) for r in range(ranks)]
+        mine = [data[rank + ranks * i] for i in range(counts[rank])]
         accumulator, model, whole = Accumulator(steps), small_model(), small_model()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         model, optimizer, schedule = prepare(model, optimizer, schedule, accumulator=accumulator)
-        with join_uneven_inputs(accumulator):
-            for x, y in mine:
+
+        def train(batches: list[tuple[torch.Tensor, ...]]) -> None:
+            for x, y in batches:
                 with accumulator.accumulate(model):
                     accumulator.backward((model(x) - y).square().sum(), weight=1)
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
+
+        with join_uneven_inputs(accumulator):
+            train(mine)
+        train([data[rank + ranks * 5]])
         plain = torch.optim.Adam(whole.parameters(), lr=0.1)
-        for first in range(0, 5 - 5 % steps, steps):
+        for first in range(0, 6, steps):
             held = [
                 data[r + ranks * i]
                 for i in range(first, first + steps)
                 for r in range(ranks)
-                if i < 5 - r
+                if i < counts[r] or i == 5
             ]
             plain.zero_grad()
             for x, y in held:
@@ -583,7 +572,7 @@ def test_ranks_may_run_out_of_data(world: Ranks, steps: int) -> None:
 
     for mine, wanted, rate in world.run(program):
         assert close(mine, wanted, within=1e-10)
-        assert rate == pytest.approx(0.1 * 0.9 ** (5 // steps))
+        assert rate == pytest.approx(0.1 * 0.9 ** (6 // steps))
 
 
 @in_pairs

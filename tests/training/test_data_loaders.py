@@ -598,25 +598,6 @@ def test_the_rest_of_an_epoch_is_shared_by_any_number_of_ranks(way: str, tmp_pat
     assert sorted(seen) == list(range(total))
 
 
-def test_a_job_shares_the_rest_of_an_epoch_too(tmp_path: Path) -> None:
-    def part(ranks: int) -> list[int]:
-        def program() -> list[int]:
-            job, seen = new_job(stateful=True), list[int]()
-            loader = job.prepare(feed(range(40), batch_size=2, shuffle=True))
-            if ranks == 2:
-                job.load_state(tmp_path)
-            for count, batch in enumerate(loader, 1):
-                seen += batch.tolist()
-                if ranks == 4 and count == 2:
-                    job.save_state(tmp_path)
-                    break
-            return seen
-
-        return [x for own in run_world(program, ranks) for x in own]
-
-    assert sorted(part(4) + part(2)) == list(range(40))
-
-
 def test_worlds_of_any_sizes_share_an_epoch_without_a_sample_twice() -> None:
     for seed in range(500):
         dice = random.Random(seed)

@@ -115,44 +115,6 @@ def test_ddp_gives_the_bits_of_one_rank(
     assert grouped(program) == [("DistributedDataParallel", wanted, closed)] * 2
 
 
-def test_buffers_are_rank_0s_after_each_step(grouped: Callable[[Program], list[Any]]) -> None:
-    def program() -> tuple[float, float]:
-        job, rank = new_job(), syncprims.get_rank()
-        plain = nn.BatchNorm1d(1)
-        model = job.prepare(plain)
-        batch = torch.full((4, 1), float(rank + 1))
-        with job.accumulate(model):
-            # Twice before its backward pass, as in adversarial training.
-            job.backward((model(batch) + model(batch)).sum())
-        assert plain.running_mean is not None
-        return float(plain.running_mean), numbers(model)[0]
-
-    assert grouped(program) == [(pytest.approx(0.19), 1.0)] * 2
-
-
-@pytest.mark.parametrize("overflow", [False, True])
-def test_an_overflow_on_one_rank_skips_both_steps(
-    grouped: Callable[[Program], list[Any]], overflow: bool
-) -> None:
-    def program() -> tuple[bool, float, float]:
-        job = new_job(mixed_precision="fp16", scaler={"init_scale": 8.0})
-        model: nn.Module = nn.Linear(1, 1, bias=False)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
-        schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        nn.init.zeros_(next(model.parameters()))
-        model, optimizer, schedule = job.prepare(model, optimizer, schedule)
-        factor = float("inf") if overflow and syncprims.is_main() else 1.0
-        with job.accumulate(model):
-            job.backward(model(torch.ones(1, 1)).sum() * factor)
-            job.clip_grad_norm_(model.parameters(), 10.0)
-            optimizer.step()
-            schedule.step()
-        return job.optimizer_step_was_skipped, numbers(model)[0], schedule.get_last_lr()[0]
-
-    wanted = (True, 0.0, 1.0) if overflow else (False, -1.0, 0.25)
-    assert grouped(program) == [wanted] * 2
-
-
 def test_one_that_wrapped_by_hand_keeps_the_wrapper(
     grouped: Callable[[Program], list[Any]],
 ) -> None:
@@ -168,49 +130,6 @@ def test_one_that_wrapped_by_hand_keeps_the_wrapper(
         ]
 
     assert grouped(program) == [[True] * 3] * 2
-
-
-@pytest.mark.parametrize("buffers", [False, True])
-def test_ranks_in_ddp_may_run_out_of_data(
-    grouped: Callable[[Program], list[Any]], buffers: bool
-) -> None:
-    def program() -> tuple[list[float], list[float]]:
-        rank = syncprims.get_rank()
-        job = new_job()
-        model: nn.Module = small_model()
-        if buffers:
-            model = nn.Sequential(nn.BatchNorm1d(3, momentum=1.0).double().eval(), model)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
-        model, optimizer = job.prepare(model, optimizer)
-        # Rank 0 is done first: what the others learn has to come back to it.
-        batches = [torch.full((2, 3), float(i + rank)).double() for i in range(1 + 2 * rank)]
-        with job.join_uneven_inputs([model]):
-            for batch in batches:
-                with job.accumulate(model):
-                    job.backward(model(batch).sum(), weight=len(batch))
-                    optimizer.step()
-                    optimizer.zero_grad()
-        with job.accumulate(model):  # and DDP averages again
-            job.backward(model(torch.full((1, 3), 1.0 + rank).double()).sum())
-            optimizer.step()
-
-        whole: nn.Module = small_model()
-        if buffers:
-            whole = nn.Sequential(nn.BatchNorm1d(3).double().eval(), whole)
-        plain = torch.optim.SGD(whole.parameters(), lr=0.5)
-        together = [[0.0, 1.0], [2.0], [3.0]]
-        for values in together:
-            rows = torch.tensor([[v] * 3 for v in values for _ in range(2)]).double()
-            plain.zero_grad()
-            (whole(rows).sum() / len(rows)).backward()
-            plain.step()
-        plain.zero_grad()
-        (whole(torch.tensor([[1.0] * 3, [2.0] * 3]).double()).sum() / 2).backward()
-        plain.step()
-        return numbers(model), numbers(whole)
-
-    for mine, wanted in grouped(program):
-        assert mine == pytest.approx(wanted, abs=1e-12)
 
 
 def test_a_rank_without_any_batch_joins_two_models(

@@ -98,8 +98,9 @@ def scaled(steps: int = 1, *models: nn.Module) -> tuple[Accumulator, list[Any]]:
 @pytest.mark.parametrize("clip", [False, True])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world: Ranks, clip: bool) -> None:
     def program() -> list[Any]:
-        model = unit_model()
+        model: Any = unit_model()
         accumulator, (optimizer,) = scaled(2, model)
+        model = prepare(model, accumulator=accumulator)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.5)
         schedule = prepare(schedule, accumulator=accumulator)
         seen = []

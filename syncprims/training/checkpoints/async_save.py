@@ -9,6 +9,8 @@ that file last. So a rank that finds this file gone, and its own report still th
 save was abandoned.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib
@@ -57,8 +59,8 @@ def start_save(save: Save, lock: contextlib.ExitStack) -> Saving:
 
     with cleanup_on_error(save.doing, clean_up):
         coordinate(save.doing, copy)
-        saving = extras[_KEY] = _BackgroundSaving(save)
-        saving.start(lock)
+        saving = extras[_KEY] = Saving(save.place.path, save)
+        saving._start(lock)
     return saving
 
 
@@ -68,42 +70,25 @@ def finish_earlier() -> None:
     :raises CheckpointError: if it has failed.
     """
     earlier = current().extras.get(_KEY)
-    if isinstance(earlier, _BackgroundSaving) and not earlier.give_up():
+    if isinstance(earlier, Saving) and not earlier._give_up():
         earlier.wait()
 
 
 def is_saving(extras: Mapping[str, Any]) -> bool:
     """Return whether a world has a save that a thread has begun and no call has waited for."""
     saving = extras.get(_KEY)
-    return isinstance(saving, _BackgroundSaving) and saving.begun
+    return isinstance(saving, Saving) and saving.begun
 
 
 class Saving:
     """The handle of a save. It is also the path of the checkpoint's directory."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, save: Save | None = None) -> None:
+        """With `save`, it is written by a thread of each rank; else it is complete."""
         self.path = path  #: the checkpoint's directory
-
-    def __fspath__(self) -> str:
-        return self.path
-
-    @property
-    def done(self) -> bool:
-        """Whether this rank has finished its part. Does not wait."""
-        return True
-
-    def wait(self) -> None:
-        """Return when the checkpoint is durable. All ranks that save it call it.
-
-        :raises CheckpointError: on all ranks, if a rank's part has failed; once.
-        """
-
-
-class _BackgroundSaving(Saving):
-    """A save that a thread of each rank writes."""
-
-    def __init__(self, save: Save) -> None:
-        super().__init__(save.place.path)
+        self.begun = False  #: then only the thread removes what it has not finished
+        if save is None:
+            return
         self._save = save
         self._group = get_active_group()  # wait() uses it, wherever it is called
         self._epoch = current().epoch
@@ -111,7 +96,6 @@ class _BackgroundSaving(Saving):
         self._committed: Future[None] = Future()
         self._cancelled = threading.Event()
         self._abandoned = False
-        self.begun = False  #: then only the thread removes what it has not finished
         # Not a daemon: a program that ends lets its last checkpoint finish.
         self._thread = threading.Thread(
             target=contextvars.copy_context().run,  # of the same rank
@@ -119,7 +103,10 @@ class _BackgroundSaving(Saving):
             name="syncprims-save",
         )
 
-    def start(self, lock: contextlib.ExitStack) -> None:
+    def __fspath__(self) -> str:
+        return self.path
+
+    def _start(self, lock: contextlib.ExitStack) -> None:
         """Start to write, and own `lock`."""
         self._lock = lock.pop_all()
         self.begun = True  # first: a signal handler may raise in `start`, and the thread runs on
@@ -128,17 +115,18 @@ class _BackgroundSaving(Saving):
     @property
     def done(self) -> bool:
         """Whether this rank has finished its part. Does not wait."""
-        return not self._thread.is_alive()
+        return not (self.begun and self._thread.is_alive())
 
     def wait(self) -> None:
         """Return when the checkpoint is durable. All ranks that save it call it.
 
         :raises CheckpointError: on all ranks, if a rank's part has failed; once.
         """
-        extras, doing = current().extras, self._save.doing
+        extras = current().extras
         if extras.get(_KEY) is not self:
-            return  # an earlier call has waited
-        if self.give_up():
+            return  # it was complete, or an earlier call has waited
+        doing = self._save.doing
+        if self._give_up():
             raise CheckpointError(
                 f"{doing} was under way when a rank was lost, and counts as not made: save again",
                 path=self.path,
@@ -150,7 +138,7 @@ class _BackgroundSaving(Saving):
             self._join()
             coordinate(doing, self._committed.result, call=_WAIT)
 
-    def give_up(self) -> bool:
+    def _give_up(self) -> bool:
         """Return whether the ranks of this save have changed since; then nothing is left of it."""
         if self._epoch == current().epoch:
             return False

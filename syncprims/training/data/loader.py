@@ -195,8 +195,8 @@ class PreparedLoader(DataLoader[T]):
     def _known_seed(self) -> int:
         if self._progress.seed is None:
             raise RuntimeError(
-                "this loader has the order of torch's own generators, which no state of it holds; "
-                "prepare it with use_stateful_dataloader=True, and its order can be resumed"
+                "this loader has the order of torch's own generators, which no state holds: "
+                "prepare it with order='seeded' (Accelerator: with use_stateful_dataloader=True)"
             )
         return self._progress.seed
 

@@ -97,7 +97,7 @@ def test_what_the_leading_rank_has_failed_with_is_told_where_another_is_late(
             own = {"own": Net(sp.get_rank())}
             saving = save_state(path, {"model": Net(2)}, rank_objects=own, block=False)
             if sp.is_main():
-                saving._committed.exception()  # type: ignore[attr-defined]
+                saving._committed.exception()
                 signs.give("given up")
             with pytest.raises(sp.CheckpointError, match="Input/output error") as caught:
                 saving.wait()
@@ -123,7 +123,7 @@ def test_a_save_whose_files_somebody_removes_is_an_error_and_no_hang(
         with watched(slow):
             saving = save_state(path, {"model": Net(2)}, rank_objects=own, block=False)
             if sp.get_rank() == 1:
-                saving._written.exception()  # type: ignore[attr-defined]
+                saving._written.exception()
                 for left in (tmp_path / "run").glob("**/.checkpoint.json.report-*"):
                     left.unlink()
                 signs.give("gone")

@@ -91,34 +91,24 @@ def test_a_spread_training_goes_on_at_any_world_size(
     def save() -> Any:
         parts = spread(saved_by)
         train(parts, 2, 1)
-        save_state(path, parts, step=2)
-        return whole(parts)
+        save_state(path, parts, step=2, block=False).wait()
+        found = whole(parts)
+        train(parts, 1, 2)
+        return found, whole(parts)
 
     def load() -> Any:
         parts = spread(loaded_by)
-        train(parts, 1, 9)  # another training, to be forgotten
+        if saved_by != loaded_by:  # else the optimizer is new, and has no state yet
+            train(parts, 1, 9)  # another training, to be forgotten
         load_state(path, parts, any_world_size=True)
         found = whole(parts)
-        train(parts, 1, 2)  # it can go on
-        return found
+        train(parts, 1, 2)
+        return found, whole(parts)
 
     saved, loaded = run(saved_by, tmp_path, save), run(loaded_by, tmp_path, load)
-    assert all(found == saved[0] for found in [*saved, *loaded])
-
-
-@needs_training
-def test_a_fresh_optimizer_gets_its_spread_state(tmp_path: Path) -> None:
-    def program() -> tuple[Any, Any]:
-        one, other = spread(2), spread(2)
-        train(one, 2, 1)
-        save_state(tmp_path / "s", one, block=False).wait()
-        load_state(tmp_path / "s", other)
-        train(one, 2, 5)
-        train(other, 2, 5)
-        return whole(one), whole(other)
-
-    for one, other in run(2, tmp_path, program):
-        assert one == other
+    wanted, after = saved[0]
+    assert all(found == wanted for found, _ in [*saved, *loaded])
+    assert saved_by != loaded_by or all(found == after for _, found in [*saved, *loaded])
 
 
 @needs_training

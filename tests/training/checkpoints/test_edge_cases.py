@@ -152,10 +152,10 @@ def test_an_interrupt_right_after_a_save_behind_has_begun_takes_nothing_from_it(
             start(self, lock)
             raise KeyboardInterrupt
 
-        start, path = async_save._BackgroundSaving.start, tmp_path / "state"
+        start, path = async_save.Saving._start, tmp_path / "state"
         model = nn.Linear(100, 100)
         if sp.is_main():
-            async_save._BackgroundSaving.start = start_and_be_interrupted  # type: ignore[method-assign]
+            async_save.Saving._start = start_and_be_interrupted  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 save_state(path, {"model": model}, step=7, block=False)
         else:

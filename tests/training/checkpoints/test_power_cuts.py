@@ -236,23 +236,3 @@ def test_what_a_power_cut_leaves_is_the_old_or_the_new(
     moments, states, new = run
     assert moments > 10
     assert 0 < new < states
-
-
-@pytest.mark.parametrize("call", ["sync_directory", "NewFile.finish"])
-@pytest.mark.parametrize("name", ["single", "shards", "state"])
-def test_a_save_that_forgets_to_sync_is_found_out(
-    name: str, call: str, tmp_path: Path, alone: Alone
-) -> None:
-    def program() -> bool:
-        with pytest.MonkeyPatch.context() as patch:
-            if call == "sync_directory":
-                patch.setattr(filesystem, "sync_directory", lambda path: None)
-            else:
-                patch.setattr(filesystem.NewFile, "finish", filesystem.NewFile.close)
-            try:
-                crash(SETUPS[f"{name}-1"], True, tmp_path)
-            except AssertionError:
-                return True
-        return False
-
-    assert alone(program)
