@@ -317,7 +317,7 @@ class Board(ABC):
     #: what observes them finds a deadlock without a timeout.
     observed: bool = False
 
-    # Ability: being read from outside; see :meth:`publish_wait` and :meth:`Backend.announce`.
+    # Ability: being read from outside; see :meth:`publish_wait`.
     #: Whether `syncprims who` can read the board: the warning of a long wait says so.
     seen_outside: bool = False
 
@@ -575,13 +575,6 @@ class Backend(ABC):
     def published(self, rank: int) -> bytes:
         """Return the latest word that `rank` published; empty if there is none."""
         return b""
-
-    def announce(self, text: bytes) -> None:  # noqa: B027 - optional
-        """Publish `text`, of at most 1 KB, to readers from outside, in place of the one before.
-
-        It says what this rank does beside its calls. A signal handler may call this, also within
-        another call of it; the interrupted one is repeated. Optional: `syncprims who` shows it.
-        """
 
     def abandon(self) -> None:  # noqa: B027 - optional
         """Release everything, unnoticed by others: this process is a forked child, not a rank."""

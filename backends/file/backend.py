@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,12 +88,7 @@ class FileBackend(Backend):
 
     @classmethod
     def check(cls, topology: Topology, settings: Settings) -> None:
-        """Refuse a system without file locks, and a run without a name."""
-        if sys.platform == "win32":
-            raise BackendUnavailable(
-                "the file backend needs POSIX file locks, which Windows does not have; "
-                "use SYNCPRIMS_BACKEND=single, or torch under torchrun"
-            )
+        """Refuse a run without a name."""
         _run_path(topology, settings)
 
     @classmethod
@@ -213,10 +207,6 @@ class FileBackend(Backend):
     def publish(self, word: bytes) -> None:
         """Make `word` readable for others."""
         self.liveness.publish(word)
-
-    def announce(self, text: bytes) -> None:
-        """Make `text` readable from outside."""
-        self.liveness.announce(text)
 
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`."""

@@ -45,13 +45,12 @@ if TYPE_CHECKING:
     from .private_dir import PrivateDirectory
 
 FILE = "liveness"
-MAGIC = b"syncprims liveness 4"
+MAGIC = b"syncprims liveness 5"
 _HEADER_SIZE = 4096
 _ENTRY = struct.Struct("<BxxxIQQ")  # state, pid, start, pid namespace
 _PUBLISHED_AT, _PUBLISHED_SIZE = 64, 4096 - 64
 _FAILURE_AT, _FAILURE_SIZE = 4096, 48 * 1024
-_ANNOUNCED_AT, _ANNOUNCED_SIZE = _FAILURE_AT + _FAILURE_SIZE, 1024 + RECORD_HEAD
-_CALL_AT, _CALL_SIZE = _ANNOUNCED_AT + _ANNOUNCED_SIZE, 256
+_CALL_AT, _CALL_SIZE = _FAILURE_AT + _FAILURE_SIZE, 256
 _SLOT_SIZE = _FAILURE_AT + _FAILURE_SIZE + 4096
 _TAKEN_AT = 64  # in the header: how many slots processes have taken that joined later
 _SPARE = 64  # slots for them
@@ -118,10 +117,6 @@ class Liveness:
     def publish(self, data: bytes) -> None:
         """Make `data` readable for others; empty if it is too long."""
         self._write_text(_PUBLISHED_AT, _PUBLISHED_SIZE, data)
-
-    def announce(self, text: bytes) -> None:
-        """Make `text` readable from outside; empty if it is too long."""
-        self._write_text(_ANNOUNCED_AT, _ANNOUNCED_SIZE, text)
 
     def publish_call(self, call: bytes) -> None:
         """Publish what this process calls, for `reform`."""
@@ -333,12 +328,6 @@ def examine_from_outside(
     if after == _FINISHED:
         return identity, *_end_of(slot, status)
     return identity, "lost", describe_exit(status), b""
-
-
-def announced_from_outside(fd: int, slot: int) -> bytes:
-    """Return what a rank has announced in its slot of the liveness file `fd`."""
-    data = os.pread(fd, _ANNOUNCED_SIZE, _slot(slot) + _ANNOUNCED_AT)
-    return read_record(data, 0, _ANNOUNCED_SIZE) or b""
 
 
 def _is_free(directory_fd: int, slot: int) -> bool:

@@ -313,10 +313,6 @@ class TorchBackend(Backend):
             key = self._key("word", self.topology.rank)
             self._connection.requests.submit(lambda store: store.set(key, word))
 
-    def announce(self, text: bytes) -> None:
-        """Make `text` readable from outside, on this host."""
-        self._local.announce(text)
-
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`; that of another host may be a second old."""
         connection = self._connection

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def remove(path: Path) -> None:
-    """Remove the database. The last worker calls this."""
-    path.unlink()
-
-
-@once_per_session.fixture("orders database", cleanup=remove)
+@pytest.fixture(scope="session")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the path of a database with 1,000 orders. The result must be picklable."""
-    path = tmp_path_factory.mktemp("database") / "orders.sqlite"
+    return once_per_session("orders database", lambda: create(tmp_path_factory.mktemp("database")))
+
+
+def create(folder: Path) -> Path:
+    """Create the database, and return its path."""
+    path = folder / "orders.sqlite"
     connection = sqlite3.connect(path)
     with connection:
         connection.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY, customer TEXT, cents INT)")

@@ -13,11 +13,11 @@ Every call that waits for other ranks raises `CollectiveMismatch` if they make a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from syncprims._data.partition import split as split_items
 from syncprims._protocol.validation import require
-from syncprims._world.group import Group, innermost_group
+from syncprims._world.group import CallOptions, Group, innermost_group
 from syncprims._world.runtime import current, get_active_group, get_host_number, get_topology
 from syncprims._world.world import get_node_group, make_group
 
@@ -87,6 +87,10 @@ def is_last() -> bool:
 
 
 # -- collectives -----------------------------------------------------------------------------------
+
+
+class _GroupedOptions(CallOptions, total=False):
+    group: Group | None
 
 
 def _checked(group: Group) -> Group:
@@ -176,33 +180,19 @@ def all_gather(
 
 @overload
 def all_reduce(
-    value: int,
-    op: Literal["mean"],
-    *,
-    name: str | None = None,
-    out: None = None,
-    timeout: Seconds = None,
-    group: Group | None = None,
+    value: int, op: Literal["mean"], *, out: None = None, **more: Unpack[_GroupedOptions]
 ) -> float: ...
 @overload
 def all_reduce(
     value: bool,
     op: Literal["sum", "prod"] = "sum",
     *,
-    name: str | None = None,
     out: None = None,
-    timeout: Seconds = None,
-    group: Group | None = None,
+    **more: Unpack[_GroupedOptions],
 ) -> int: ...
 @overload
 def all_reduce(
-    value: T,
-    op: Op = "sum",
-    *,
-    name: str | None = None,
-    out: Any = None,
-    timeout: Seconds = None,
-    group: Group | None = None,
+    value: T, op: Op = "sum", *, out: Any = None, **more: Unpack[_GroupedOptions]
 ) -> T: ...
 def all_reduce(
     value: Any,
@@ -216,9 +206,9 @@ def all_reduce(
     """Return the sum, mean, min, max or prod over all members, the same bits on each.
 
     `value` is a number, a numpy array, a torch tensor, or a dict, list or tuple of them, and does
-    not change. Python integers stay exact; arrays keep their dtype, except that a mean of integers
-    is float64 and a sum or product of bools int64. With `out`, an array of the result's shape and
-    dtype is filled and returned.
+    not change. Numbers of numpy are reduced as Python's. Integers stay exact; arrays keep their
+    dtype, except that a mean of integers is float64 and a sum or product of bools int64. With
+    `out`, an array of the result's shape and dtype is filled and returned.
 
     :param name: shown in errors; the same on all members, so that no other call is mistaken for it.
     :param timeout: seconds, or a `timedelta`; None is the world's default.
@@ -266,13 +256,13 @@ def assert_same(
     """Return only if `value` is the same on every member, bit for bit.
 
     Arrays, tensors, parameters, and mappings, lists and tuples of them are compared by type, shape,
-    dtype and bytes; mappings and sets may differ in order. Of these only digests travel. Any other
-    object is equal if its parts are, or if its own ``==`` says so; then it may travel, too.
-    `name` says in errors what the value is.
+    dtype and bytes, and so are the fields of a dataclass; mappings and sets may differ in order.
+    Only digests travel. `name` says in errors what the value is.
 
     :param timeout: seconds, or a `timedelta`; None is the world's default.
     :param group: by default that of the ``with`` block, else all ranks.
     :raises RankMismatch: on all members otherwise, showing each rank's value.
+    :raises TypeError: for an object of another kind; compare plain parts of it.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
     members = get_active_group(timeout) if group is None else _checked(group)

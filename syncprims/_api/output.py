@@ -45,16 +45,9 @@ def progress(iterable: Any = None, *, local: bool = False, **options: Any) -> tq
 
     if not (is_local_main() if local else is_main()):
         options["disable"] = True
-    elif not _is_terminal(options.get("file") or sys.stderr):
+    elif not getattr(options.get("file") or sys.stderr, "isatty", bool)():
         options.setdefault("mininterval", _LOG_EVERY)
     return bar(iterable, **options)
-
-
-def _is_terminal(stream: Any) -> bool:
-    try:
-        return bool(stream.isatty())
-    except (AttributeError, ValueError):  # a bare writer, or one that is closed
-        return False
 
 
 def get_logger(name: str, level: int | str | None = None) -> RankLogger:

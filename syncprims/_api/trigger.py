@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from syncprims._data import codec
 from syncprims._protocol.validation import require, whole_number
 from syncprims._world.group import rounds_of
-from syncprims._world.runtime import announce_activity, get_active_group, get_extras
+from syncprims._world.runtime import get_active_group, get_extras
 from syncprims.errors import signal_name
 from syncprims.interface import Mark, Note
 
@@ -63,11 +63,7 @@ class Trigger:
         """
         if reason is not None:
             require(reason, str, "a reason is a str")
-        why = (reason,)
-        if self._set.setdefault("reason", why) is why:
-            name = "a trigger" if self._name is None else f"trigger {self._name!r}"
-            cause = "" if reason is None else f" ({reason})"
-            announce_activity(self, f"{name} is set{cause}, and no check has seen it yet")
+        self._set.setdefault("reason", (reason,))
 
     def check(self) -> bool:
         """Return on every rank whether any rank had set the flag.
@@ -99,7 +95,6 @@ class Trigger:
             if why is not None:
                 # Reset before waiting: a signal that arrives meanwhile counts for the next check.
                 del self._set["reason"]
-                announce_activity(self, None)
                 note = Note(note.label, Mark.YES, codec.encode(why[0]))
             self._group = group
             if not self._lag:
@@ -142,7 +137,6 @@ class Trigger:
         self._set_in = self._before = self.reason = None
         self.ranks = []
         self._set.clear()
-        announce_activity(self, None)
 
     def __bool__(self) -> bool:
         raise TypeError("a Trigger is no bool: call its check(), on every rank")

@@ -14,16 +14,15 @@ from syncprims._protocol.threads import is_from_signal_handler
 from syncprims.errors import TORN, EncodingError
 
 from . import LARGE
-from .arrays import Spec, flat, is_dict, is_list_or_tuple, on_host, own_device, raw, spec_of
+from .arrays import Spec, flat, on_host, own_device, raw, spec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _LENGTH = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
 _DEEPEST = 200  # nested deeper, or in a cycle: left to pickle
-_DEEPEST_NAMED = 50  # parts of parts, in the error of an object that cannot travel
 _MOST_REPEATS = 10_000
 _PICKLES = b"K"  # the first byte of an encoding with a pickle in it
 _SIZE = b"W"  # the tag of a size in place of an encoding
@@ -45,16 +44,8 @@ def encode(
     With `out_of_band`, large arrays are appended to that list, and only their specs are encoded. A
     :class:`Spec` in `obj` stands for such an array, too.
 
-    :raises EncodingError: if it needs pickle, and pickle is forbidden or cannot do it. The message
-        says which part of the object that is.
+    :raises EncodingError: if a part needs pickle, and pickle is forbidden or cannot do it.
     """
-    try:
-        return _encode(obj, allow_pickle, out_of_band)
-    except _Refused as refused:
-        raise _explain(obj, allow_pickle, refused.__cause__) from refused.__cause__
-
-
-def _encode(obj: object, allow_pickle: bool, out_of_band: list[Any] | None) -> bytes:
     encoder = _Encoder(allow_pickle, out_of_band)
     try:
         data = encoder.encode(obj)
@@ -88,10 +79,6 @@ def decode_size(data: bytes) -> int | None:
 
 class _NeedsPickle(Exception):
     """A container holds itself, or one seen before, or is nested too deeply."""
-
-
-class _Refused(Exception):
-    """A part needs pickle, and pickle is forbidden, or raised the error that is the cause."""
 
 
 def decode(
@@ -217,8 +204,12 @@ def _spec_of_scalar(obj: Any) -> Spec | None:
 
 
 def _pickled(obj: object, allow_pickle: bool) -> bytes:
+    kind = f"a {type(obj).__module__}.{type(obj).__qualname__}"
     if not allow_pickle:
-        raise _Refused
+        raise EncodingError(
+            f"{kind} can only travel as a pickle, and SYNCPRIMS_PICKLE=0 forbids pickle; send it "
+            f"as numbers, strings, lists, dicts, arrays or paths, or allow pickle"
+        )
     from . import pickling  # slow to import, and rarely needed
 
     try:
@@ -226,48 +217,9 @@ def _pickled(obj: object, allow_pickle: bool) -> bytes:
     except Exception as error:  # pickle calls the object's own methods: they may raise anything
         if is_from_signal_handler(error) or isinstance(error, TORN):  # a collective in a method
             raise
-        raise _Refused from error
-
-
-def _explain(obj: object, allow_pickle: bool, said: BaseException | None) -> EncodingError:
-    """Return the error for an object that cannot travel: it names the part, and where that is.
-
-    `said` is what pickle raised; None if pickle is forbidden.
-    """
-    place: tuple[str, object] = "obj", obj
-    seen: set[int] = set()
-    while id(place[1]) not in seen and len(seen) < _DEEPEST_NAMED:
-        seen.add(id(place[1]))
-        refused = (one for one in _items(place[1], place[0]) if _is_refused(one[1], allow_pickle))
-        place = next((one for one in refused if id(one[1]) not in seen), place)
-    where, part = place
-    text = (
-        "can only travel as a pickle, and SYNCPRIMS_PICKLE=0 forbids pickle; send it as "
-        "numbers, strings, lists, dicts, arrays or paths, or allow pickle"
-        if said is None
-        else f"cannot travel between ranks: pickle says {type(said).__name__}: {said}"
-    )
-    kind = f"a {type(part).__module__}.{type(part).__qualname__}"
-    return EncodingError(f"{kind} {text}" if part is obj else f"{where}, {kind}, {text}")
-
-
-def _items(obj: Any, where: str) -> Iterator[tuple[str, object]]:
-    """Return the items of a container, and where they are."""
-    if is_dict(obj):
-        for key, value in obj.items():
-            yield f"a key of {where}", key
-            yield f"{where}[{key!r}]", value
-    elif is_list_or_tuple(obj):
-        for index, item in enumerate(obj):
-            yield f"{where}[{index}]", item
-
-
-def _is_refused(part: object, allow_pickle: bool) -> bool:
-    try:
-        _encode(part, allow_pickle, [])
-    except (EncodingError, _Refused):
-        return True
-    return False
+        raise EncodingError(
+            f"{kind} cannot travel between ranks: pickle says {type(error).__name__}: {error}"
+        ) from error
 
 
 def _text(body: bytes) -> str:

@@ -1,25 +1,25 @@
-"""Compare a value between ranks: first digests, and the objects only if those leave a doubt.
+"""Compare a value between ranks, by digests.
 
 A value is taken apart into values with a single form: numbers, texts, arrays, tensors, and
-containers of them. Their bytes are digested, so equal values give equal digests. Anything else is
-an *object*, which ``==`` must be able to compare: two equal ones may hold different bytes. Objects
-are sent if their digests differ and everything else is equal.
+containers of them. Their bytes are digested, so equal values give equal digests. An object without
+such a form is refused: two equal ones may hold different bytes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import sys
 from collections.abc import Mapping
 from enum import Enum
 from hashlib import blake2b
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from syncprims._protocol.rounds import RoundSequence
 from syncprims._protocol.threads import is_from_signal_handler
 from syncprims.errors import RankMismatch
-from syncprims.interface import Mark, Note
+from syncprims.interface import Note
 
 from . import codec, values
 from .arrays import flat, is_list_or_tuple, is_tensor, on_host, raw, spec_of
@@ -32,9 +32,15 @@ if TYPE_CHECKING:
 
 _DIGEST_SIZE = 16
 _LENGTH = struct.Struct("<Q")
-_DEEPEST = 200  # nested deeper, or in a cycle: the whole is one object
+_DEEPEST = 200
 #: What the codec writes in one form only, and shorter than a digest.
 _SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes})
+#: Types whose `repr` says all that a value is.
+_SHOWN = frozenset((
+    "builtins.range", "builtins.slice", "builtins.bytearray", "fractions.Fraction",
+    "decimal.Decimal", "datetime.date", "datetime.datetime", "datetime.timedelta", "torch.dtype",
+    "torch.device",
+))  # fmt: skip
 
 
 def assert_same(
@@ -43,11 +49,11 @@ def assert_same(
     """Return only if `value` is the same on all members.
 
     :raises RankMismatch: on all members otherwise.
+    :raises TypeError: if a part of it has no single form; the others raise `PeerFailed`.
     """
     try:
-        mine = _Digest.of(value, allow_pickle=rounds.settings.pickle)
+        mine = _hash(_Walk().digest(value))
     except BaseException as error:  # an object's own code runs here: it may raise anything
-        values.name_call(rounds, label, error)
         rounds.fail(label, error)
         raise
     RoundSequence.run(
@@ -55,24 +61,17 @@ def assert_same(
     )
 
 
-def _compare(sequence: RoundSequence, value: object, name: str, mine: _Digest) -> None:
+def _compare(sequence: RoundSequence, value: object, name: str, mine: bytes) -> None:
     rounds, label = sequence.rounds, sequence.note.label
-    posted = mine.fixed + mine.free
-    seen = [note.payload for note in sequence.meet(Note(label, payload=posted))]
-    if all(other == posted for other in seen):
+    seen = [note.payload for note in sequence.meet(Note(label, payload=mine))]
+    if all(other == mine for other in seen):
         return
     text = sequence.attempt(lambda: _shorten(value))
-    shown = values.gather_within(sequence, (text, mine.objects))
-    equal = all(other[:_DIGEST_SIZE] == mine.fixed for other in seen) and sequence.attempt(
-        lambda: _all_equal([found for _, found in shown])
-    )
-    # Ranks may differ in whether an object equals its copy: one "no" counts for all.
-    answer = Note(label, Mark.YES if equal else Mark.NONE)
-    if all(note.mark == Mark.YES for note in sequence.meet(answer)):
-        return
     lines = "\n".join(
-        f"  rank {rank}: {text}  (digest {_hash(other).hex()[:8]})"
-        for rank, (text, _), other in zip(rounds.members, shown, seen, strict=True)
+        f"  rank {rank}: {shown}  (digest {digest.hex()[:8]})"
+        for rank, shown, digest in zip(
+            rounds.members, values.gather_within(sequence, text), seen, strict=True
+        )
     )
     rounds.raise_in_step(
         RankMismatch(
@@ -81,14 +80,6 @@ def _compare(sequence: RoundSequence, value: object, name: str, mine: _Digest) -
             call=str(label),
             arrived=list(rounds.members),
         )
-    )
-
-
-def _all_equal(found: list[list[Any]]) -> bool:
-    first, *others = found
-    return all(
-        len(other) == len(first) and all(bool(a == b) for a, b in zip(first, other, strict=True))
-        for other in others
     )
 
 
@@ -106,55 +97,6 @@ def _shorten(value: object) -> str:
 # -- digests ---------------------------------------------------------------------------------------
 
 
-class _NoTree(Exception):
-    """A container holds itself, or is nested too deeply."""
-
-
-class _Digest(NamedTuple):
-    """What a value is, in few bytes."""
-
-    fixed: bytes  #: the digest of all but the objects, with their types and places
-    free: bytes  #: the digest of the objects; these may be equal even if it differs
-    objects: list[Any]
-
-    @classmethod
-    def of(cls, value: object, *, allow_pickle: bool) -> _Digest:
-        """Return the digest of `value`.
-
-        :raises EncodingError: if an object in it could not be sent.
-        :raises TypeError: if an object in it could not be compared.
-        """
-        objects: list[Any] = []
-        try:
-            fixed = _Walk(objects).digest(value)
-        except _NoTree:
-            objects, fixed = [value], b""
-        encoded = [codec.encode(one, allow_pickle=allow_pickle) for one in objects]
-        for one, data in zip(objects, encoded, strict=True):
-            _check_comparable(one, codec.decode(data))
-        return cls(_hash(fixed), _hash(*encoded), objects)
-
-
-def _check_comparable(value: Any, copy: Any) -> None:
-    """Return only if `value` equals its own copy.
-
-    :raises TypeError: else, so that equal values of two ranks are not reported as different.
-    """
-    why: Exception | None = None
-    try:
-        if value == copy:
-            return
-    except (TypeError, ValueError, RuntimeError) as error:  # as arrays and tensors in it raise
-        if is_from_signal_handler(error):
-            raise
-        why = error
-    kind = type(cast("object", value))
-    raise TypeError(
-        f"assert_same cannot compare a {kind.__module__}.{kind.__qualname__}: it does not equal "
-        f"its own copy. Compare plain parts of it: its state_dict(), dataclasses.asdict(), a list"
-    ) from why
-
-
 def _hash(*parts: bytes | memoryview) -> bytes:
     hasher = blake2b(digest_size=_DIGEST_SIZE)
     for part in parts:
@@ -164,11 +106,9 @@ def _hash(*parts: bytes | memoryview) -> bytes:
 
 
 class _Walk:
-    """Digests one value, and collects the objects in it."""
+    """Digests one value."""
 
-    def __init__(self, objects: list[Any]) -> None:
-        self._objects = objects
-        self._depth = 0
+    def __init__(self) -> None:
         self._open: set[int] = set()  # what is being digested
         # Containers seen before, with their digests: one may be in many places. They are kept,
         # so that no other object gets their id.
@@ -178,59 +118,46 @@ class _Walk:
         """Return the digest of `value`, or the bytes of a simple one."""
         if type(value) in _SIMPLE:
             return codec.encode(value)
-        key, before = id(value), len(self._objects)
+        key = id(value)
         if key in self._known:
             return self._known[key][1]
         if key in self._open or len(self._open) >= _DEEPEST:
-            raise _NoTree
+            _refuse(value, "it holds itself, or is nested too deeply")
         self._open.add(key)
         kind = type(cast("object", value))
-        parts = self._parts(value)
-        if parts is None:
-            self._objects.append(value)
-            found = b"object"
-        else:
-            found = _hash(f"{kind.__module__}.{kind.__qualname__}".encode(), *parts)
+        digest = _hash(f"{kind.__module__}.{kind.__qualname__}".encode(), *self._parts(value))
         self._open.discard(key)
-        if len(self._objects) == before:
-            self._known[key] = value, found
-        return found
+        self._known[key] = value, digest
+        return digest
 
-    def _parts(self, value: Any) -> Iterable[bytes | memoryview] | None:
-        """Return the digests or bytes that make up `value`; None for an object."""
+    def _parts(self, value: Any) -> Iterable[bytes | memoryview]:
+        """Return the digests or bytes that make up `value`.
+
+        :raises TypeError: if it has no single form.
+        """
+        kind = type(cast("object", value))
         if is_list_or_tuple(value):
             return map(self.digest, value)
-        is_mapping = issubclass(type(cast("object", value)), Mapping)
-        if is_mapping or type(value) in (set, frozenset):
-            items = value.items() if is_mapping else [(key, b"") for key in value]
-            pairs = self._digest_keys(items)
-            if pairs is None:
-                return None
+        if issubclass(kind, Mapping) or kind in (set, frozenset):
+            items = value.items() if issubclass(kind, Mapping) else [(key, b"") for key in value]
+            pairs = sorted(((self.digest(key), item) for key, item in items), key=itemgetter(0))
             return [part for key, item in pairs for part in (key, self.digest(item))]
         if is_tensor(value):
             return _parts_of_tensor(value)
         if isinstance(value, Enum):
             return [codec.encode(value.name)]
-        if type(value).__module__.startswith("pathlib"):
+        if kind.__module__.startswith("pathlib"):
             return [codec.encode(str(value))]
+        if f"{kind.__module__}.{kind.__qualname__}" in _SHOWN:
+            return [codec.encode(repr(value))]
+        if dataclasses.is_dataclass(kind) or kind.__name__ in ("Namespace", "SimpleNamespace"):
+            return [self.digest(vars(value))]
         numpy = sys.modules.get("numpy")
-        if numpy is not None and (
-            type(value) in (numpy.ndarray, numpy.memmap) or isinstance(value, numpy.generic)
+        if numpy is None or not (
+            kind in (numpy.ndarray, numpy.memmap) or isinstance(value, numpy.generic)
         ):
-            return self._parts_of_array(numpy.asarray(value))
-        return None
-
-    def _digest_keys(self, items: Iterable[tuple[Any, Any]]) -> list[tuple[bytes, Any]] | None:
-        """Return the items with the digests of their keys, in the order of these.
-
-        None if an object is among the keys: then the container is an object.
-        """
-        before = len(self._objects)
-        pairs = sorted(((self.digest(key), item) for key, item in items), key=itemgetter(0))
-        if len(self._objects) == before:
-            return pairs
-        del self._objects[before:]
-        return None
+            _refuse(value, "it has no single form")
+        return self._parts_of_array(numpy.asarray(value))
 
     def _parts_of_array(self, value: Any) -> list[bytes | memoryview]:
         head = f"{value.dtype};{value.shape}".encode()
@@ -246,8 +173,16 @@ class _Walk:
         return [head, raw(flat(value))]
 
 
-def _parts_of_tensor(value: Any) -> list[bytes | memoryview] | None:
-    """Return the bytes of a tensor; None for a type that decides itself what its items are.
+def _refuse(value: object, why: str) -> NoReturn:
+    kind = type(value)
+    raise TypeError(
+        f"assert_same cannot compare a {kind.__module__}.{kind.__qualname__}: {why}. Compare plain "
+        f"parts of it: its state_dict(), vars(), a list"
+    )
+
+
+def _parts_of_tensor(value: Any) -> list[bytes | memoryview]:
+    """Return the bytes of a tensor.
 
     :raises TypeError: for tensors that are not plain rows of numbers.
     """
@@ -256,7 +191,7 @@ def _parts_of_tensor(value: Any) -> list[bytes | memoryview] | None:
     lazy = torch.nn.parameter.is_lazy(value)  # it has no items yet
     dispatch, plain = (getattr(one, "__torch_dispatch__", None) for one in (value, torch.Tensor))
     if lazy or dispatch is not plain:
-        return None
+        _refuse(value, "its items are not plain memory")
     if value.layout is not torch.strided or value.is_quantized or value.is_nested:
         what = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
         raise TypeError(

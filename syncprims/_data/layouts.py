@@ -40,10 +40,7 @@ if TYPE_CHECKING:
 
 _MOST_PARTS = 64  # of one container
 #: How `struct` writes a number, by its kind, in 8 bytes: kinds that mix have slots of one size.
-#: Those of numpy are added, by their names, when they are needed.
 _CODES: dict[type, str] = {float: "d", int: "q", bool: "?7x"}
-_CODES_OF_NUMPY = {"float64": "d", "float32": "f4x", "int64": "q"}
-_PYTHONS = frozenset(_CODES)
 _CONTAINERS = frozenset((dict, list, tuple))
 
 
@@ -57,13 +54,11 @@ def key_of(value: object) -> Hashable:
         except RuntimeError:  # a nested tensor has no shape
             return None
     library = library_of(value)
-    if _is_number(kind):
-        _KEYS[kind] = type
-    elif library is None:
+    if library is None:
         return None
-    else:  # read in one step: each step takes longer than reading one attribute more
-        more = ("device", "layout", "requires_grad") if library == "torch" else ()
-        _KEYS[kind] = attrgetter("dtype", "shape", *more)
+    # Read in one step: each step takes longer than reading one attribute more.
+    more = ("device", "layout", "requires_grad") if library == "torch" else ()
+    _KEYS[kind] = attrgetter("dtype", "shape", *more)
     return _KEYS[kind](value)
 
 
@@ -101,15 +96,6 @@ _KEYS: dict[type, Callable[[Any], Hashable]] = {
 }
 
 
-def _is_number(kind: type) -> bool:
-    """Return whether numbers of this kind have a place in a slot."""
-    if kind not in _CODES and kind.__module__ == "numpy":
-        name = kind.__name__
-        if name in _CODES_OF_NUMPY and getattr(sys.modules["numpy"], name, None) is kind:
-            _CODES[kind] = _CODES_OF_NUMPY[name]
-    return kind in _CODES
-
-
 def make_layout(value: Any, members: int, most: int) -> Layout | None:
     """Return the layout of values like this one, which has a key; None if they have none.
 
@@ -132,7 +118,7 @@ def make_layout(value: Any, members: int, most: int) -> Layout | None:
 def _outline_of(value: Any) -> Any:
     """Return what is the same for all values of one layout: 0 for a number, an array's spec."""
     kind: Any = type(cast("object", value))
-    if _is_number(kind):
+    if kind in _CODES:
         return kind()
     spec = spec_of(value)
     return spec if spec is not None and spec.device == "cpu" and spec.nbytes else None
@@ -147,8 +133,8 @@ def _layout_of(outline: Any, members: int) -> Layout:
     if isinstance(outline, Spec):
         return ArrayLayout(outline, members)
     parts = _Container(outline).parts(outline) if type(outline) in _CONTAINERS else [outline]
-    is_numbers = all(map(_is_number, map(type, parts)))
-    return NumberLayout(outline, members) if is_numbers else TreeLayout(outline, members)
+    are_numbers = _CODES.keys() >= {*map(type, parts)}
+    return NumberLayout(outline, members) if are_numbers else TreeLayout(outline, members)
 
 
 class _Container:
@@ -205,10 +191,9 @@ class NumberLayout(Layout):
         self._build = itemgetter(0) if is_alone else container.build
         self._numbers: Any = _alone if is_alone else container.parts
         self._is_alone = is_alone
-        self._kinds: list[Any] = [type(zero) for zero in self._numbers(outline)]
-        self._are_pythons = _PYTHONS.issuperset(self._kinds)
-        codes = "".join(_CODES[kind] for kind in self._kinds)
-        self._members, self._width = members, len(self._kinds)
+        kinds: list[Any] = [*map(type, self._numbers(outline))]
+        codes = "".join(_CODES[kind] for kind in kinds)
+        self._members, self._width = members, len(kinds)
         self._one, self._all = struct.Struct(f"<{codes}"), struct.Struct(f"<{codes * members}")
         # A slot holds the numbers and their checksum: a damaged one is never a wrong result.
         self._contents = f"{8 * self._width}sI"
@@ -254,11 +239,7 @@ class NumberLayout(Layout):
 
     def read(self, memory: memoryview, at: int, out: Any = None) -> Any:
         """Return the value in the slot at `at`."""
-        numbers = self._unpack(self._one, self._slot, memory, at)
-        if not self._are_pythons:
-            pairs = zip(self._kinds, numbers, strict=True)
-            numbers = [kind(number) for kind, number in pairs]
-        return self._build(numbers)
+        return self._build(self._unpack(self._one, self._slot, memory, at))
 
     def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`."""
@@ -266,18 +247,9 @@ class NumberLayout(Layout):
 
     def _reduce(self, op: str, memory: memoryview, at: int, _: Any) -> Any:
         numbers, width = self._unpack(self._all, self._slots, memory, at), self._width
-        if not self._are_pythons:
-            parts = [(kind, numbers[i::width]) for i, kind in enumerate(self._kinds)]
-            return self._build([_reduce_kind(kind, part, op) for kind, part in parts])
         if self._is_alone:
             return reduction.reduce_numbers(numbers, op)
         return self._build([reduction.reduce_numbers(numbers[i::width], op) for i in range(width)])
-
-
-def _reduce_kind(kind: Any, numbers: Sequence[Any], op: str) -> Any:
-    if kind in _PYTHONS:
-        return reduction.reduce_numbers(numbers, op)
-    return reduction.reduce_scalars([kind(number) for number in numbers], op)
 
 
 class ArrayLayout(Layout):

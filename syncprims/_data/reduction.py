@@ -159,7 +159,7 @@ def reduce(
         result = empty_result(first, op)
         combine(values, op, result)
         return result
-    return _reduce_numbers(values, op)
+    return reduce_numbers(values, op)
 
 
 def _like_sequence(first: Any, parts: list[Any]) -> Any:
@@ -186,15 +186,7 @@ def describe(value: Any) -> str:
         layout = "" if str(value.layout) == "torch.strided" else f", {value.layout}"
         name = "tensor" if type(value).__name__ in ("Tensor", "Parameter") else type(value).__name__
         return f"{name} of shape {tuple(value.shape)}, dtype {value.dtype}{where}{layout}"
-    if is_scalar(value) and value.dtype not in ("float64", "bool"):
-        return f"number of dtype {value.dtype}"
     return "number"
-
-
-def _reduce_numbers(values: Sequence[Any], op: str) -> Any:
-    if all(is_scalar(value) and value.dtype == values[0].dtype for value in values):
-        return reduce_scalars(values, op)
-    return reduce_numbers([value.item() if is_scalar(value) else value for value in values], op)
 
 
 def reduce_numbers(numbers: Sequence[Any], op: str) -> Any:
@@ -207,20 +199,6 @@ def reduce_numbers(numbers: Sequence[Any], op: str) -> Any:
         return math.prod(numbers)
     total = sum(numbers)
     return total / len(numbers) if op == "mean" else total
-
-
-def reduce_scalars(values: Sequence[Any], op: str) -> Any:
-    """Return the reduction of numpy's numbers of one kind, one per rank."""
-    import numpy
-
-    if values[0].dtype.kind in "iu" and op in ("sum", "prod"):
-        exact = reduce_numbers([int(value) for value in values], op)
-        bounds = numpy.iinfo(values[0].dtype)
-        return values[0].dtype.type(exact) if bounds.min <= exact <= bounds.max else exact
-    arrays = [numpy.asarray(value) for value in values]
-    result = empty_result(arrays[0], op)
-    combine(arrays, op, result)
-    return result[()]
 
 
 def empty_result(value: Any, op: str) -> Any:
@@ -244,9 +222,14 @@ def result_dtype(dtype: Any, op: str) -> Any:
 
 
 def detached(value: Any) -> Any:
-    """Return `value`, its tensors without what torch knows of their history."""
+    """Return `value`, its tensors without what torch knows of their history.
+
+    Numbers of numpy are Python's then: what a rank computes by either is reduced alike.
+    """
     if type(value) in _PLAIN:
         return value
+    if is_scalar(value):
+        return value.item()
     if is_tensor(value):
         return without_history(value)
     if is_dict(value):

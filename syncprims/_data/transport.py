@@ -130,23 +130,10 @@ class SharedMemoryTransport(Transport):
         self._half = len(window.memory) // 2 // LINE * LINE
 
     def _broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
-        for batch in self._batches([raw(flat(array)) for array in arrays]):
-            parts, longest = [*enumerate(batch)], max(map(len, batch))
-            writes, reads = (parts, []) if src == sequence.index else ([], parts)
-            self._pass_pieces(sequence, writes, reads, longest, len(batch))
-
-    def _batches(self, parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-        """Yield `parts` in their order: several at a time, if they fit into one half together."""
-        batch: list[memoryview] = []
-        slot = 0
-        for part in parts:
-            longest = max(slot, up_to_line(len(part)))
-            if batch and longest * (len(batch) + 1) > self._half:
-                yield batch
-                batch, longest = [], up_to_line(len(part))
-            batch.append(part)
-            slot = longest
-        yield batch
+        for array in arrays:
+            part = [(0, raw(flat(array)))]
+            writes, reads = (part, ()) if src == sequence.index else ((), part)
+            self._pass_pieces(sequence, writes, reads, len(part[0][1]), 1)
 
     def _reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
         """Reduce the operands piece by piece.

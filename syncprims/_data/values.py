@@ -513,6 +513,8 @@ def all_reduce(
         grad = getattr(value, "requires_grad", None)  # None: `value` is no tensor
         if grad is not None and (grad or library_of(value) is None):
             value = reduction.detached(value)  # so a parameter is a plain tensor, frozen or not
+        elif grad is None and hasattr(value, "dtype") and not is_array(value):
+            value = reduction.detached(value)  # so a number of numpy has a slot, as Python's
     except BaseException as error:
         rounds.fail(note.label, error)
         raise

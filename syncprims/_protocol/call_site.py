@@ -38,9 +38,17 @@ def users_part(trace: TracebackType | None, between: tuple[str, ...] = ()) -> Tr
         trace = trace.tb_next
     short: TracebackType | None = None
     for one in reversed(frames):
-        if short or not one.tb_frame.f_code.co_filename.startswith((_LIBRARY, *between)):
+        if short or _is_users(one.tb_frame, (_LIBRARY, *between)):
             short = type(one)(short, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return short
+
+
+def _is_users(frame: FrameType, not_users: tuple[str, ...]) -> bool:
+    """Return whether this is a frame of the user's program, or of a library's program or test."""
+    if not frame.f_code.co_filename.startswith(not_users):
+        return True
+    module = frame.f_globals.get("__name__") or ""  # `python -m library.program`, `library.testing`
+    return module == "__main__" or (".test" in module and not module.startswith("syncprims."))
 
 
 def _describe(frame: FrameType) -> str:
@@ -114,11 +122,10 @@ class NoteCache:
         return cached[1] if yes else cached[0]
 
     def _add(self, key: tuple[object, ...], frame: FrameType, label: Label) -> _Cached:
-        while (code := frame.f_code).co_filename.startswith(self._not_users) and frame.f_back:
-            if frame.f_globals.get("__name__") == "__main__":
-                break  # a program that a library has: `python -m library.program`
-            self._library_files.add(code.co_filename)
+        while not _is_users(frame, self._not_users) and frame.f_back:
+            self._library_files.add(frame.f_code.co_filename)
             frame = frame.f_back
+        code = frame.f_code
         key = (*key[:4], id(code), frame.f_lasti)
         cached = self._notes.get(key)
         if cached is None:

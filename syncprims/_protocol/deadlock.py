@@ -6,7 +6,7 @@ waited for a second publishes where each of its threads waits and how many round
 each board, and reads what the others have published.
 
 A thread that waits in a round needs the notes of *all* missing members. A thread that waits for the
-first of several notes (a receive from any rank, a store) needs *any* of these ranks. A rank posts
+first of several notes (of a store) needs *any* of these ranks. A rank posts
 nothing while all its threads wait. So the largest set of ranks in which each wait lacks a note that
 only ranks of the set could post never continues. A rank with another thread that may make a call
 takes no part.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import struct
@@ -100,6 +99,8 @@ class ProcessWatch:
 
     def _reaped_status(self) -> int | None:
         """Ask the pidfd: since Linux 6.15 it remembers how a reaped process ended."""
+        import fcntl  # not there on Windows
+
         # struct pidfd_info, first version: mask, cgroup, eleven ids, exit code. pidfd(2) ioctl 11.
         wants_exit, size = 1 << 3, 64
         request = (3 << 30) | (size << 16) | (0xFF << 8) | 11

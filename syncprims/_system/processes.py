@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import os
 import signal
 import sys
-import termios
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +37,9 @@ def die_with(parent: int) -> None:
 
 def leave_terminal() -> None:
     """Give up the controlling terminal: a process group in the background may then read it."""
+    import fcntl  # neither exists on Windows
+    import termios
+
     with contextlib.suppress(OSError):  # there is none
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
         try:

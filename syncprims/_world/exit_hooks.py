@@ -81,7 +81,8 @@ class ExitHooks:
         """Watch forks; `on_fork` is called in the child."""
         if not self._watches_forks:
             self._watches_forks = True
-            os.register_at_fork(after_in_child=self._on_fork)
+            if sys.platform != "win32":
+                os.register_at_fork(after_in_child=self._on_fork)
 
     def remove(self) -> None:
         """Restore the excepthook that was there before, unless another has replaced ours."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 from syncprims._data import reduction, values
 from syncprims._data.partition import split
@@ -37,6 +37,13 @@ T = TypeVar("T")
 entered: ContextVar[tuple[Group, ...]] = ContextVar("syncprims_groups", default=())
 
 
+class CallOptions(TypedDict, total=False):
+    """What every call takes that carries a value."""
+
+    name: str | None
+    timeout: Seconds
+
+
 class Group:
     """Some ranks that synchronize together: the world, the ranks of one node, or a chosen set.
 
@@ -51,13 +58,11 @@ class Group:
         rank: int,
         rounds: Rounds | None,
         timeout: float | None,
-        end: Callable[[], None] | None,
     ) -> None:
         self.ranks = tuple(ranks)  #: world ranks of the members, ascending
         self._rank = rank
         self._member = rounds
         self._timeout = timeout
-        self._end = end  # None: it lasts as long as the world
         #: True for the only member of an open group: it waits for no other rank.
         self._alone = rounds is not None and len(self.ranks) == 1
         # A plain barrier of one needs no round, in an open world where nothing observes rounds.
@@ -126,33 +131,16 @@ class Group:
 
     @overload
     def all_reduce(
-        self,
-        value: int,
-        op: Literal["mean"],
-        *,
-        name: str | None = None,
-        out: None = None,
-        timeout: Seconds = None,
+        self, value: int, op: Literal["mean"], *, out: None = None, **more: Unpack[CallOptions]
     ) -> float: ...
     @overload
     def all_reduce(
-        self,
-        value: bool,
-        op: Literal["sum", "prod"] = "sum",
-        *,
-        name: str | None = None,
-        out: None = None,
-        timeout: Seconds = None,
-    ) -> int: ...
+        self, value: bool, op: Literal["sum", "prod"] = "sum", *, out: None = None,
+        **more: Unpack[CallOptions],
+    ) -> int: ...  # fmt: skip
     @overload
     def all_reduce(
-        self,
-        value: T,
-        op: Op = "sum",
-        *,
-        name: str | None = None,
-        out: Any = None,
-        timeout: Seconds = None,
+        self, value: T, op: Op = "sum", *, out: Any = None, **more: Unpack[CallOptions]
     ) -> T: ...
     def all_reduce(
         self,
@@ -210,20 +198,6 @@ class Group:
     def split(self, items: Any, *, pad: bool = False) -> Any:
         """As :func:`syncprims.split`, among the members."""
         return split(items, self.ranks.index(self._rounds.rank), len(self.ranks), pad=pad)
-
-    def close(self, *, timeout: Seconds = None) -> None:
-        """Free the descriptors and the memory that this group holds, when every member has arrived.
-
-        Every member calls it; on other ranks nothing happens. Later calls of this group raise
-        `WorldClosed`, and :func:`syncprims.group` makes it again. Without this call a group lasts
-        as long as the world. The group of all ranks always does: this call does nothing there.
-
-        :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
-        """
-        if self._member is not None and self._end is not None:
-            note = self._member.note("close")
-            self._member.meet(note, self._seconds(timeout))
-            self._end()
 
     def _seconds(self, timeout: Seconds) -> float | None:
         return self._timeout if timeout is None else seconds(timeout)

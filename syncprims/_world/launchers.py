@@ -314,13 +314,6 @@ def find_half_world(environ: Mapping[str, str], topology: Topology) -> str:
             value = environ.get(name, "1")
             if value not in ("1", "0", "1:1", "cpu", "auto"):
                 return f"{name}={value} is set, and this process was not started by {starter}"
-        # A shell of SLURM may have rank 0 of one.
-        harmless = ("", "0") if "SLURM_JOB_ID" in environ else ("",)
-        if environ.get("PMIX_RANK", "") not in harmless:
-            return (
-                f"PMIX_RANK={environ['PMIX_RANK']} is set, and nothing says how many ranks there "
-                f"are: pass on the launcher's other variables, or use srun without --mpi"
-            )
         if "JOB_COMPLETION_INDEX" in environ:
             return (
                 f"JOB_COMPLETION_INDEX={environ['JOB_COMPLETION_INDEX']} is set, and Kubernetes "

@@ -12,6 +12,7 @@ a shared disk, reading them at every start would open very many small files.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncprims.errors import BackendUnavailable, ConfigurationError, SyncError
@@ -166,6 +167,8 @@ def _find_plug_in(name: str) -> str:
 def _cure(module: str, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return "Install torch, or set SYNCPRIMS_BACKEND=file on one host"
+    if sys.platform == "win32":
+        return "It needs Linux or macOS; on Windows, use WSL, or SYNCPRIMS_BACKEND=single"
     if module.startswith("syncprims."):
         return (
             "A bare checkout has no installed backends: run `pip install -e .` in it, and start "

@@ -48,7 +48,6 @@ from .settings import derive_store, find_misspelt, read_settings
 from .world import (
     World,
     abandon_world,
-    announce,
     close_world,
     join_world,
     leave_world,
@@ -227,16 +226,6 @@ def reform_world(min_ranks: int, timeout: float | None) -> Change:
     change = reform(world, min_ranks, world.timeout if timeout is None else timeout)
     _take_topology(_get_state(), world)
     return change
-
-
-def announce_activity(key: object, what: str | None) -> None:
-    """Show in `syncprims who` that this rank does `what` beside its calls; None ends that.
-
-    Nothing happens if there is no world. Safe in a signal handler.
-    """
-    world = _get_state().running
-    if world is not None:
-        announce(world, key, what)
 
 
 def get_settings() -> Settings:

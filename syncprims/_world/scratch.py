@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import os
 import shutil
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 _PREFIX = "syncprims-"  # of all their names
 _LOCK = "in-use"
 _MEMORY = "/dev/shm"
-_COMMON = ("/tmp", "/var/tmp", "/usr/tmp")
 
 
 @contextlib.contextmanager
@@ -31,7 +29,7 @@ def scratch_directory(purpose: str, inside: Path | None = None) -> Generator[Pat
 
     :raises ConfigurationError: if no such directory can be made.
     """
-    places = _find_places()
+    places = [_MEMORY, tempfile.gettempdir()]
     _remove_dead(*places)
     path = _make(purpose, [str(inside)] if inside is not None else places)
     try:
@@ -45,17 +43,6 @@ def scratch_directory(purpose: str, inside: Path | None = None) -> Generator[Pat
             os.close(fd)
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _find_places() -> list[str]:
-    try:
-        temporary = tempfile.gettempdir()
-        # It is the current directory if there is no other, and no user expects files there.
-        if Path(temporary) != Path.cwd() or any(os.access(one, os.W_OK) for one in _COMMON):
-            return [_MEMORY, temporary]
-    except OSError:  # not even that can be written
-        pass
-    return [_MEMORY, *_COMMON]
 
 
 def _make(purpose: str, places: list[str]) -> Path:
@@ -94,6 +81,8 @@ def _is_free(lock: Path) -> bool:
 
 
 def _try_to_lock(fd: int) -> bool:
+    import fcntl  # not there on Windows
+
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

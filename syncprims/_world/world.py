@@ -12,8 +12,6 @@ import contextlib
 import functools
 import math
 import os
-import time
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +28,6 @@ from syncprims.errors import (
     PeerFailed,
     SyncError,
     SyncTimeout,
-    WorldClosed,
     install,
     name_ranks,
 )
@@ -127,7 +124,6 @@ class World:
         self.backend_name = backend_name
         self.settings = settings
         self.extras = extras  #: what belongs to this world and to no module
-        self._announced: dict[object, str] = {}  # what this rank does beside its calls
         self._end = end  # called by the end of a `with` block
         self._backend = backend
         self._recorder: Any = None if settings.trace is None else _make_recorder(settings, topology)
@@ -149,7 +145,6 @@ class World:
         self._deadlocks = DeadlockDetector(backend)
         self._background = Background(backend)
         self._groups: dict[tuple[int, ...], Group] = {}
-        self._kept_boards: dict[tuple[int, ...], Board] = {}  # of closed groups
         self._named: list[Rounds] = []  # at boards of their own, beside those of groups
         self._nodes: list[int] = []  # of each rank, known after the start
         self._at_end = contextlib.ExitStack()  # closed before this rank leaves
@@ -233,23 +228,11 @@ class World:
         members = tuple(ranks)
         if members not in self._groups:
             rounds = self._make_rounds(members) if self.rank in members else None
-            all_ranks = len(members) == self.world_size
-            end = None if all_ranks else partial(self._end_group, members)
-            self._groups[members] = Group(members, self.rank, rounds, self.timeout, end)
+            self._groups[members] = Group(members, self.rank, rounds, self.timeout)
         return self._groups[members]
 
-    def _end_group(self, members: tuple[int, ...]) -> None:
-        """Release what the group holds, after its last round."""
-        group = self._groups.pop(members)
-        rounds = rounds_of(group)
-        close_group(group, partial(_group_closed, members))
-        _release(self, rounds)
-        if not self._backend.close_board(rounds.board):
-            self._kept_boards[members] = rounds.board
-
     def _make_rounds(self, members: tuple[int, ...], name: str = "") -> Rounds:
-        kept = None if name else self._kept_boards.pop(members, None)
-        board = kept or open_board(self._backend, members, name)
+        board = open_board(self._backend, members, name)
         # The first round of all ranks is the start, which no user has asked for.
         own = int(len(members) == self.world_size and not name)
         return Rounds(
@@ -270,20 +253,13 @@ def _make_recorder(settings: Settings, topology: Topology) -> Any:
     :raises ConfigurationError: if this installation cannot trace.
     """
     try:
-        observer = import_module("syncprims.tracing.observer")  # not before it is asked for
+        recorder = import_module("syncprims.tracing.recorder")  # not before it is asked for
     except ImportError as error:
         raise ConfigurationError(
             f"SYNCPRIMS_TRACE={settings.trace} asks for a trace, and this installation cannot "
             f"write one: {error}; install all of syncprims, or unset SYNCPRIMS_TRACE"
         ) from error
-    return observer.WorldRecorder(settings.trace, settings.trace_limit, topology)
-
-
-def _group_closed(members: Sequence[int]) -> SyncError:
-    ranks = name_ranks(members)
-    return WorldClosed(
-        f"the group of ranks {ranks} is closed; group({ranks}) makes it again, on every rank"
-    )
+    return recorder.Recorder(settings.trace, settings.trace_limit, topology)
 
 
 # -- for the rest of the library -----------------------------------------------------------------
@@ -313,15 +289,10 @@ def close_rounds(world: World, rounds: Rounds, why: Callable[[], SyncError]) -> 
     """Release a board of :func:`open_rounds`, where this rank's later calls raise ``why()``."""
     rounds.close(why)
     world._named.remove(rounds)
-    _release(world, rounds)
-    world._backend.close_board(rounds.board)
-
-
-def _release(world: World, rounds: Rounds) -> None:
-    """Forget rounds whose last one is over."""
     world._deadlocks.remove(rounds.board)
     if world._recorder is not None:
         world._recorder.release(rounds.board)
+    world._backend.close_board(rounds.board)
 
 
 def background_of(world: World) -> Background:
@@ -436,23 +407,6 @@ def _check_agreement(world: World, note: Note, of_ranks: Sequence[dict[str, Any]
                 call=str(note.label),
                 arrived=list(range(world.world_size)),
             )
-
-
-def announce(world: World, key: object, what: str | None) -> None:
-    """Show readers from outside that this rank does `what` beside its calls; None ends that.
-
-    It may be called in signal handlers and by other threads. Then the call that they interrupt
-    repeats what it writes. Raises nothing: it only helps to look at a run.
-    """
-    if what is None:
-        world._announced.pop(key, None)
-    else:
-        world._announced[key] = f"{time.monotonic():.3f} {what}"
-    written = None
-    while written != (text := "\n".join([*world._announced.values()])):
-        with contextlib.suppress(Exception):
-            world._backend.announce(text.encode(errors="backslashreplace"))
-        written = text
 
 
 def make_group(world: World, ranks: Sequence[int]) -> Group:

@@ -148,7 +148,7 @@ class Checkpointing:
                 f"{', '.join(f'{name}: {fresh[name]!r}' for name in wrong)} has no state_dict() "
                 f"and load_state_dict(); only objects that have both can be checkpointed"
             )
-        if taken := fresh.keys() & {*self._stateful(), *self._rank_stateful()}:
+        if taken := fresh.keys() & self._stateful().keys():
             raise ValueError(f"names that are taken: {sorted(taken)}; give the objects others")
         self._registered.update(fresh)
 
@@ -165,10 +165,6 @@ class Checkpointing:
         loaders = self.preparation.loaders if self.use_stateful_dataloader else []
         named |= {f"loader_{i}": loader for i, loader in enumerate(loaders)}
         return {**named, **self._registered}
-
-    def _rank_stateful(self) -> dict[str, Any]:
-        """Return, by name, the object with a state of this rank's own: the window."""
-        return {"accumulator": self.accumulator}
 
     def _named_models(self) -> dict[str, nn.Module]:
         """Return the models inside of the prepared ones, by the names for saving them."""
@@ -307,29 +303,33 @@ class Checkpointing:
         project's directory; then all ranks call this, and so they do for models that are spread
         over ranks. Without `safe_serialization` rank 0 adds weights in a file of torch. With
         ``block=False`` it is written in the background, and the handle's ``wait()`` returns when it
-        is durable.
+        is durable. Gradients that wait for more micro-batches are not saved: a warning says so.
 
         :raises CheckpointError: on all ranks, if one rank cannot write its part.
         """
-        own = self._rank_stateful()
+        if self.accumulator.is_half_full and is_main():
+            filesystem.LOG.warning(
+                "save_state: gradients that wait for more micro-batches are not saved, so a "
+                "resumed run differs; save where sync_gradients is true"
+            )
         if output_dir is None:
             steps = self._checkpoints()
             with _for_all_ranks("save_state() without a directory"):
                 there = checkpoints.agreed_steps(steps, f"save_state to {steps.directory}")
                 number = self._next_number(there)
                 common = self._objects_to_save(steps.path(number))
-                saving = steps.save(number, common, rank_objects=own, block=block)
+                saving = steps.save(number, common, block=block)
             self.project_configuration.iteration = number + 1
             return saving
         path = os.fspath(output_dir)
         if any(map(_is_spread, self._named_models().values())):
             with _for_all_ranks("save_state()"):
                 common = self._objects_to_save(path)
-                return checkpoints.save_state(path, common, rank_objects=own, block=block)
+                return checkpoints.save_state(path, common, block=block)
         # The same number on all ranks where they save the same state.
         mark = sum(o.steps_taken + o.steps_skipped for o in self.accumulator.optimizers)
         saving = state_files.save_alone(
-            path, lambda: self._objects_to_save(path), own, mark=mark, block=block
+            path, lambda: self._objects_to_save(path), mark=mark, block=block
         )
         if not safe_serialization and is_main():
             for i, model in enumerate(self._named_models().values()):
@@ -347,9 +347,9 @@ class Checkpointing:
     ) -> None:
         """Load the state in a directory, by default the project's latest. Collective.
 
-        Also one that Accelerate has saved. `map_location` is None, ``"cpu"``
-        or ``"on_device"``; each object is loaded where it is in every case. Without `strict`, a
-        model takes the weights that it has a parameter for, and keeps its others.
+        `map_location` is None, ``"cpu"`` or ``"on_device"``; each object is loaded where it is in
+        every case. Without `strict`, a model takes the weights that it has a parameter for, and
+        keeps its others.
 
         :raises CheckpointError: on all ranks, if there is none, or it is damaged.
         :raises TypeError: for another `map_location`, and for `load_kwargs`.
@@ -363,12 +363,10 @@ class Checkpointing:
         with _for_all_ranks("load_state()"):
             if input_dir is None:
                 self._load_latest(strict)
-            elif state_files.is_by_accelerate(input_dir):
-                self._load_from_accelerate(os.fspath(input_dir), strict)
             else:
                 path = os.fspath(input_dir)
-                own = self._rank_stateful()
-                state_files.load_alone(path, lambda: self._objects_to_load(path, strict), own)
+                state_files.load_alone(path, lambda: self._objects_to_load(path, strict))
+        self.accumulator.restart()
 
     def _load_latest(self, strict: bool) -> None:
         steps = self._checkpoints()
@@ -376,21 +374,7 @@ class Checkpointing:
         step = there[-1] if there else None
         path = "" if step is None else steps.path(step)
         common = self._objects_to_load(path, strict) if path else self._stateful()
-        steps.load(common, step, rank_objects=self._rank_stateful())
-
-    def _load_from_accelerate(self, path: str, strict: bool) -> None:
-        common, accumulator = self._objects_to_load(path, strict), self.accumulator
-        files: dict[str, Any] = {}
-        if accumulator.precision.scaler is not None:
-            files["scaler.pt"] = accumulator.precision.scaler
-        for i, obj in enumerate(accumulator.optimizers):
-            files[f"optimizer{state_files.number_suffix(i)}.bin"] = obj
-        for i, obj in enumerate(accumulator.schedules):
-            files[f"scheduler{state_files.number_suffix(i)}.bin"] = obj
-        for i, obj in enumerate(self._registered.values()):
-            files[f"custom_checkpoint_{i}.pkl"] = obj
-        models = [common[name] for name in self._named_models() if name in common]
-        state_files.load_accelerate_state(path, models, files)
+        steps.load(common, step)
 
     def _checkpoints(self) -> checkpoints.Checkpoints:
         if self.project_dir is None:

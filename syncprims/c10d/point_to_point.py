@@ -16,7 +16,6 @@ from torch.distributed import Work
 
 from syncprims._data import LARGE
 from syncprims._data.arrays import raw
-from syncprims._world.group import rounds_of
 from syncprims._world.world import background_of, close_rounds, open_rounds, wait_any
 from syncprims.errors import PeerLost, SyncError, dump
 from syncprims.interface import Label, Note
@@ -34,37 +33,24 @@ if TYPE_CHECKING:
     from syncprims._protocol.rounds import PendingRound, Rounds
     from syncprims._world.world import World
 
-_ENDED = frozenset(("lost", "failed", "finished"))  # states
-
 
 class Transfer(Work):
     """One send or one receive of this rank, and its handle."""
 
-    channel: Channel
-    note: Note
-    pieces: int  #: how often the channel posts for it
-    _src: int | None  # the group rank that sends; None: it is this one, or not known yet
-
     def __init__(
-        self,
-        tensor: torch.Tensor,
-        timeout: float | None,
-        outputs: OutputTensors | None = None,
-        src: int | None = None,
+        self, channel: Channel, tensor: torch.Tensor, timeout: float | None, src: int | None
     ) -> None:
-        """Send `tensor`; or, with `outputs`, receive into it from the group rank `src`."""
+        """Send `tensor` through `channel`; or receive into it from the group rank `src`."""
         super().__init__()
+        self.channel = channel
+        self.note = channel.note_of(tensor)
         self.timeout = timeout  #: seconds for each piece
-        self.data = raw(items_of(tensor) if outputs is None else outputs.items[0])
         self.done = False
         self.posted = self.collected = 0  #: pieces
-        self._outputs = outputs
-        self._received = [] if outputs is None else [tensor]
-        self._src = src
-
-    def begin(self, channel: Channel, note: Note) -> None:
-        """Go through `channel`, as far as there is room."""
-        self.channel, self.note = channel, note
+        self._tensor, self._src = tensor, src
+        self._outputs = None if src is None else OutputTensors(tensor)
+        self.data = raw(items_of(tensor) if self._outputs is None else self._outputs.items[0])
+        #: How often the channel posts for it.
         self.pieces = max(1, -(-len(self.data) // channel.piece_size))
         channel.add(self)
 
@@ -109,10 +95,10 @@ class Transfer(Work):
 
     def result(self) -> list[torch.Tensor]:
         """Return what was received; nothing for a send."""
-        return self._received
+        return [] if self._src is None else [self._tensor]
 
     def source_rank(self) -> int:
-        """Return the group rank that has sent it, when that is known.
+        """Return the group rank that sends it.
 
         :raises ValueError: if it is a send.
         """
@@ -182,16 +168,6 @@ class Channel:
         if self._seen <= board.collected:
             self._seen = board.status(self._peer).rounds
         return self._seen > board.collected
-
-    def has_unclaimed_note(self) -> bool:
-        """Return whether the other rank has posted more than this rank has asked to receive."""
-        board = self.rounds.board
-        return board.status(self._peer).rounds > board.posted + self.rounds.promised
-
-    def has_ended(self) -> bool:
-        """Return whether the other rank will post no more, or this board is broken."""
-        board = self.rounds.board
-        return board.verdict() is not None or board.status(self._peer).state in _ENDED
 
     def can_move(self) -> bool:
         """Return whether there is a step that needs no waiting."""
@@ -304,165 +280,38 @@ class PointToPoint:
     """The sends and receives of one rank in one process group."""
 
     def __init__(self, world: World, board: str, ranks: Sequence[int], me: int) -> None:
-        self.world = world
+        self._world = world
         self._board = board
         self._ranks = ranks
         self._me = me
-        self.background = background_of(world)
         self._channels: dict[tuple[int, int, int], Channel] = {}
-        self._from_any: set[_ReceiveFromAny] = set()  # that no rank has sent to yet
         self._closed: Callable[[], SyncError] | None = None
 
-    def _channel(self, src: int, dst: int, tag: int) -> Channel:
-        """Return the channel between two group ranks.
+    def transfer(
+        self, tensor: torch.Tensor, src: int, dst: int, tag: int, timeout: float | None
+    ) -> Transfer:
+        """Send from the group rank `src` to `dst`, of which one is this rank.
 
-        :raises ValueError: if they are one.
+        :raises ValueError: if there is none of that number, or they are one.
         """
-        self.check_open()
+        if self._closed is not None:
+            raise self._closed()
+        for what, rank in (("src", src), ("dst", dst)):
+            if not 0 <= rank < len(self._ranks):
+                raise ValueError(f"{what}={rank} is no rank of a group of {len(self._ranks)} ranks")
         if src == dst:
             raise ValueError(f"rank {src} of the group sends to itself: copy the tensor instead")
         channel = self._channels.get((src, dst, tag))
         if channel is None:
             a, b = self._ranks[src], self._ranks[dst]
             name = f"{self._board}: rank {a} to rank {b}, tag {tag}"
-            rounds = open_rounds(self.world, sorted((a, b)), name, BETWEEN)
-            channel = self._channels[src, dst, tag] = Channel(self.world, rounds, a, b, tag)
-        return channel
-
-    def _check_rank(self, what: str, rank: int) -> None:
-        if not 0 <= rank < len(self._ranks):
-            raise ValueError(f"{what}={rank} is no rank of a group of {len(self._ranks)} ranks")
-
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, timeout: float | None) -> Transfer:
-        """Send to the group rank `dst`.
-
-        :raises ValueError: if there is none of that number, or it is this one.
-        """
-        self._check_rank("dst", dst)
-        channel = self._channel(self._me, dst, tag)
-        transfer = Transfer(tensor, timeout)
-        transfer.begin(channel, channel.note_of(tensor))
-        return transfer
-
-    def receive(self, tensor: torch.Tensor, src: int, tag: int, timeout: float | None) -> Transfer:
-        """Receive from the group rank `src`.
-
-        :raises ValueError: if there is none of that number, or it is this one.
-        """
-        self._check_rank("src", src)
-        channel = self._channel(src, self._me, tag)
-        transfer = Transfer(tensor, timeout, OutputTensors(tensor), src)
-        transfer.begin(channel, channel.note_of(tensor))
-        return transfer
-
-    def receive_from_any(self, tensor: torch.Tensor, tag: int, timeout: float | None) -> Transfer:
-        """Receive from the first other group rank that sends with this tag.
-
-        :raises ValueError: if there is no other rank.
-        """
-        others = [rank for rank in range(len(self._ranks)) if rank != self._me]
-        if not others:
-            raise ValueError("a group of one rank has nobody to receive from")
-        channels = {rank: self._channel(rank, self._me, tag) for rank in others}
-        transfer = _ReceiveFromAny(self, channels, tensor, timeout)
-        self._from_any.add(transfer)
-        if not transfer.move():
-            self.background.keep(transfer, unfinished=True)
-        return transfer
+            rounds = open_rounds(self._world, sorted((a, b)), name, BETWEEN)
+            channel = self._channels[src, dst, tag] = Channel(self._world, rounds, a, b, tag)
+        return Transfer(channel, tensor, timeout, src if dst == self._me else None)
 
     def close(self, why: Callable[[], SyncError]) -> None:
         """Make every later call raise ``why()``; what no rank can finish fails on the others."""
         self._closed = why
-        for transfer in tuple(self._from_any):
-            self.forget(transfer)
         for channel in self._channels.values():
             channel.close(why)
         self._channels.clear()
-
-    def check_open(self) -> None:
-        """Accept a call, unless the group is destroyed.
-
-        :raises SyncError: that says so.
-        """
-        if self._closed is not None:
-            raise self._closed()
-
-    def forget(self, transfer: _ReceiveFromAny) -> None:
-        """Look for a sender no more."""
-        self._from_any.discard(transfer)
-        self.background.keep(transfer, unfinished=False)
-
-
-class _ReceiveFromAny(Transfer):
-    """A receive from any rank: a task of every wait until a rank has sent."""
-
-    def __init__(
-        self,
-        owner: PointToPoint,
-        channels: dict[int, Channel],
-        tensor: torch.Tensor,
-        timeout: float | None,
-    ) -> None:
-        super().__init__(tensor, timeout, OutputTensors(tensor))
-        self._owner, self._channels = owner, channels
-        self._notes = {rank: channel.note_of(tensor) for rank, channel in channels.items()}
-
-    def can_move(self) -> bool:
-        """Return whether a rank has sent, and this has not begun to receive from it."""
-        return self._src is None and self._find_sender() is not None
-
-    def move(self) -> bool:
-        """Receive from a rank that has sent, and return whether there was one."""
-        with self._owner.background.lock:
-            src = self._find_sender() if self._src is None else None
-            if src is not None:
-                self._receive_from(src)
-            return src is not None
-
-    def _find_sender(self) -> int | None:
-        channels = self._channels.items()
-        return next((rank for rank, channel in channels if channel.has_unclaimed_note()), None)
-
-    def _receive_from(self, src: int) -> None:
-        self._src = src
-        self._owner.forget(self)
-        self.begin(self._channels[src], self._notes[src])
-
-    def _wait_for_sender(self, timeout: float | None) -> None:
-        """Return once a rank has sent, none of them can any more, or the time is up."""
-        channels = [*self._channels.values()]
-
-        def settled() -> bool:
-            begun = self._src is not None or self.can_move()
-            return begun or all(channel.has_ended() for channel in channels)
-
-        wait_any(self._owner.world, [channel.rounds for channel in channels], settled, timeout)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when it is over; without a timeout, that of the group holds."""
-        limit = self.timeout if timeout is None else timeout.total_seconds()
-        now = rounds_of(self._owner.world.group).board.now
-        begin = now()
-        while self._src is None and not self.move():
-            self._owner.check_open()
-            waited = now() - begin
-            ended = [rank for rank, channel in self._channels.items() if channel.has_ended()]
-            if len(ended) < len(self._channels) and (limit is None or waited < limit):
-                self._wait_for_sender(None if limit is None else limit - waited)
-            elif not self.move():  # a note may have come before the end
-                # This receive fails, and says what has become of one that could have sent.
-                self.timeout = None if limit is None else 0.001
-                self._receive_from(next(iter(ended or self._channels)))
-        return super().wait(timeout)
-
-    def is_completed(self) -> bool:
-        """Return whether the tensor is filled."""
-        if self._src is None and not self.move():
-            self._wait_for_sender(0.0)  # where one rank runs at a time, the others get their turn
-            self.move()
-        return self._src is not None and super().is_completed()
-
-    def source_rank(self) -> int:
-        """Return the group rank that has sent it, when it is over."""
-        self.wait()
-        return super().source_rank()

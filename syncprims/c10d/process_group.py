@@ -21,7 +21,7 @@ from syncprims.interface import Mark, Note
 
 from .group_world import join_group_world
 from .point_to_point import PointToPoint
-from .tensors import OutputTensors, describe, items_in, items_of, nothing
+from .tensors import OutputTensors, describe, items_of, nothing
 from .torch_internals import (
     BETWEEN,
     NAME,
@@ -466,23 +466,14 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Fill the output with the input that the root has for this rank."""
         (output,) = _listed(outputs)
         note = self._note("scatter", describe([output]), options.root)
-        parts: list[Any] = []
+        parts = rooms = [nothing()] * len(self._ranks)
         if options.root == self._me:
             given = _nested(inputs)
             self._check(note, output, given)
             parts = [items_of(part) for part in given]
-        count, src = len(self._ranks), self._index_of[options.root]
         with OutputTensors(output) as (room,):
-            size = room.nbytes
-
-            def read(notes: Sequence[Note]) -> None:
-                raw(room)[:] = notes[src].payload[self._me * size : (self._me + 1) * size]
-
-            if not self._meet_small(note, options, size * count, parts, read):
-                rooms = [nothing()] * count
-                rooms[options.root] = room
-                sizes = [[size if i == src else 0] * count for i in range(count)]
-                self._transfer(note, options, parts or [nothing()] * count, rooms, sizes)
+            rooms = [room if rank == options.root else nothing() for rank in range(len(rooms))]
+            self._exchange(note, options, parts, rooms)
 
     @_collective("reduce_scatter", 2, 1)
     def reduce_scatter(self, options: _Options, outputs: Any, inputs: Any) -> None:
@@ -506,72 +497,10 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, note: Note, options: _Options, output: torch.Tensor, parts: list[Any]
     ) -> None:
         op, own = self._op_for(note, options.op, output), parts[self._me]
-        sizes = [part.nbytes for part in parts]
-        begin = sum(sizes[: self._me])
+        rooms = list(empty_array(own, (len(parts), len(own)), own.dtype))
+        self._exchange(note, options, parts, rooms)
         with OutputTensors(output) as (out,):
-
-            def read(notes: Sequence[Note]) -> None:
-                if len(own):
-                    combine([items_in(each.payload, own, begin) for each in notes], op, out)
-
-            if not self._meet_small(note, options, sum(sizes), parts, read):
-                rooms = list(empty_array(own, (len(parts), len(own)), own.dtype))
-                self._transfer(note, options, parts, rooms, [self._by_index(sizes)] * len(parts))
-                combine(self._by_index(rooms), op, out)
-
-    def _meet_small(
-        self,
-        note: Note,
-        options: _Options,
-        size: int,
-        parts: Sequence[Any],
-        read: Callable[[Sequence[Note]], None],
-    ) -> bool:
-        """Send `parts` in the notes of one round, which ``read(notes)`` reads, if they are small.
-
-        The bytes that decide, `size`, are the same on all members.
-        """
-        if size >= LARGE and self._transport(note) is not None:
-            return False
-        payload = b"".join(map(raw, parts))
-        posted = Note(note.label, payload=payload) if payload else note
-        self._rounds.meet(posted, options.limit, read)
-        return True
-
-    def _transport(self, note: Note) -> Any:
-        """Return what carries arrays; if there is no space for it, the others get a `PeerFailed`.
-
-        All members have one, or none has.
-        """
-        try:
-            return DataPlane.of(self._rounds).transport()
-        except BaseException as error:
-            self._rounds.fail(note.label, error)
-            raise
-
-    def _transfer(
-        self,
-        note: Note,
-        options: _Options,
-        parts: Sequence[Any],
-        rooms: Sequence[Any],
-        sizes: Sequence[Sequence[int]],
-    ) -> None:
-        """Fill ``rooms[rank]`` with the part that the group rank has for this one.
-
-        All members know the sizes: ``sizes[i]`` are the bytes of those of member i of the board.
-        """
-        transport, parts, rooms = (
-            self._transport(note),
-            self._by_index(parts),
-            self._by_index(rooms),
-        )
-        RoundSequence.run(
-            self._rounds,
-            note,
-            options.limit,
-            lambda one: transport.exchange(one, parts, rooms, sizes),
-        )
+            combine(self._by_index(rooms), op, out)
 
     # -- all-to-all -----------------------------------------------------------------------------
 
@@ -615,7 +544,12 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         :raises RankMismatch: on all members, if a part does not fit into its room.
         """
-        rounds, transport = self._rounds, self._transport(note)
+        rounds = self._rounds
+        try:
+            transport = DataPlane.of(rounds).transport()
+        except BaseException as error:  # there is no space for it
+            rounds.fail(note.label, error)
+            raise
         parts, rooms = self._by_index(parts), self._by_index(rooms)
         count, me = len(parts), rounds.members.index(rounds.rank)
         form, own_sizes = f"<{2 * count}Q", [array.nbytes for array in (*parts, *rooms)]
@@ -663,19 +597,23 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
         """Send a tensor; the `Work` is over when it may be changed."""
         (tensor,) = _listed(tensors)
-        return self._point_to_point.send(tensor, dst, tag, self._timeout)
+        return self._point_to_point.transfer(tensor, self._me, dst, tag, self._timeout)
 
     @_recorded("recv")
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Any:
         """Receive into a tensor; the `Work` is over when it is filled."""
         (tensor,) = _listed(tensors)
-        return self._point_to_point.receive(tensor, src, tag, self._timeout)
+        return self._point_to_point.transfer(tensor, src, self._me, tag, self._timeout)
 
-    @_recorded("recvAnySource")
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
-        """Receive into a tensor from the first rank that sends with this tag."""
-        (tensor,) = _listed(tensors)
-        return self._point_to_point.receive_from_any(tensor, tag, self._timeout)
+        """Refuse to receive from any rank, as NCCL does.
+
+        :raises ValueError: that says so.
+        """
+        raise ValueError(
+            f"recv() and irecv() without src= receive from any rank, which the c10d backend "
+            f"{NAME!r} cannot: name the rank that sends, as src="
+        )
 
 
 def _destroyed(name: str, ranks: Sequence[int]) -> SyncError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from syncprims._data.arrays import flat, is_array
+from syncprims._data.arrays import flat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,16 +40,6 @@ def items_of(tensor: torch.Tensor) -> Any:
     """Return the items of a tensor in the host's memory: the very memory, where it can be."""
     plain = tensor.detach()
     return flat(plain if plain.device.type == "cpu" else plain.cpu())
-
-
-def items_in(data: bytes, like: Any, begin: int) -> Any:
-    """Return as many items as `like` has, of its dtype, from byte `begin` of `data`."""
-    if is_array(like):
-        import numpy
-
-        return numpy.frombuffer(data, like.dtype, len(like), begin)
-    part = bytearray(data[begin : begin + like.nbytes])
-    return torch.frombuffer(part, dtype=like.dtype)
 
 
 @functools.cache

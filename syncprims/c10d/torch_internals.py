@@ -369,37 +369,48 @@ def is_rendezvous_replaced() -> bool:
     return bool(c10d().rendezvous.__module__ == __name__)
 
 
-# -- ranks that are threads ------------------------------------------------------------------------
+@contextlib.contextmanager
+def before_ddp_forward(check: Callable[[Any], None]) -> Generator[None]:
+    """Call ``check(model)``, within the block, before each forward pass of DDP that synchronizes.
 
-
-@functools.cache
-def _class_of_tables() -> Any:
-    """Return a class with torch's tables of groups, of which each object has its own.
-
-    Those of a ``_World`` are globals of its module (2.1 and newer). torch's own tests with threads
-    replace the object in the same way.
+    A model with a communication hook (`_comm_hooks`, 2.0 and newer) may average in its own way.
     """
-    tables = (
-        "pg_map",
-        "pg_names",
-        "pg_group_ranks",
-        "pg_backend_config",
-        "tags_to_pg",
-        "pg_to_tag",
-    )
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    original = ddp.forward
 
-    def table(name: str) -> property:
-        return property(lambda self: self.__dict__.setdefault(name, {}))
+    def forward(model: Any, *inputs: Any, **named: Any) -> Any:
+        syncs = model.require_backward_grad_sync and torch.is_grad_enabled()
+        if syncs and not model._comm_hooks and not torch.compiler.is_compiling():
+            check(model)
+        return original(model, *inputs, **named)
 
-    base = _find(c10d(), "_World")
-    return type("_RankTables", (base,), {name: table(name) for name in tables} | {"group_count": 0})
+    ddp.forward = forward
+    try:
+        yield
+    finally:
+        ddp.forward = original
+
+
+# -- ranks that are threads ------------------------------------------------------------------------
 
 
 #: What torch keeps for a process in attributes, and what a new process has there: the module, the
 #: name in it, and a function of the rank. In 2.6 only the plans of a planner are missing; what is
 #: missing is left out.
 PROCESS_ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
-    ("torch.distributed.distributed_c10d", "_world", lambda rank: _class_of_tables()()),
+    ("torch.distributed.distributed_c10d", "_world", lambda rank: c10d()._World()),
+    *(
+        ("torch.distributed.distributed_c10d", table, lambda rank: {})
+        for table in (
+            "_pg_map",
+            "_pg_names",
+            "_pg_group_ranks",
+            "_pg_backend_config",
+            "_tags_to_pg",
+            "_pg_to_tag",
+        )
+    ),
+    ("torch.distributed.distributed_c10d", "_group_count", lambda rank: 0),
     ("torch.distributed.distributed_c10d", "_backend", lambda rank: None),
     ("torch.distributed.distributed_c10d", "_default_pg_init_method", lambda rank: None),
     (

@@ -27,7 +27,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from syncprims.errors import SyncError, format_ranks, install, name_ranks
+from syncprims.errors import SyncError, format_ranks, install
 from syncprims.who.observation import Observation, RankReport, WorldReport, explain_refused, who
 from syncprims.who.processes import find_py_spy
 
@@ -142,23 +142,10 @@ def _world(report: WorldReport, style: Style) -> list[str]:
     lines += [style(colour, _plain(line)) for line in verdict.text.splitlines()]
     if report.last_barrier is not None and verdict.kind != "moving":
         lines.append(f"all ranks have passed {_plain(report.last_barrier)}")
-    lines += [_plain(line) for line in _beside(report.ranks)]
     alone = [rank for rank in report.ranks if rank.doing and rank.state == "running"]
     if alone and find_py_spy() is None:
         lines.append(f"to see the lines of running ranks: {install('who')}")
     return lines
-
-
-def _beside(ranks: Sequence[RankReport]) -> list[str]:
-    """Return what ranks do beside their calls, those that do the same on one line."""
-    found: dict[str, dict[int, float]] = {}
-    for one in ranks:
-        for what, duration in one.beside:
-            found.setdefault(what, {})[one.rank] = duration
-    return [
-        f"ranks {name_ranks([*by_rank])}: {what} ({max(by_rank.values()):.1f} s)"
-        for what, by_rank in found.items()
-    ]
 
 
 def _rows(ranks: Sequence[RankReport]) -> list[tuple[str, ...]]:

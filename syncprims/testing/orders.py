@@ -1,9 +1,9 @@
 """Every order of the ranks that can make a difference, each of them once.
 
 The order of two steps matters only if they are of different ranks and access the same thing, and
-one of them changes it. Collectives commute. What can distinguish orders are calls of a store,
-receives from any rank, looks at a transfer, ranks that die or fail, decisions of `reform`, and what
-the program declares. All other orders are equal to one that was run.
+one of them changes it. Collectives commute. What can distinguish orders are calls of a store, looks
+at a transfer, ranks that die or fail, decisions of `reform`, and what the program declares. All
+other orders are equal to one that was run.
 
 This is dynamic partial-order reduction. A run shows its races: pairs of steps that could come in
 the other order. Each is reversed in a later run, until none is left. Source sets decide which rank

@@ -153,7 +153,7 @@ class RankOutcome:
 
         Its traceback begins, and for a library error ends, in user code.
         """
-        if "environment variable RANK expected" in str(error):  # torch's, in a world without it
+        if "rendezvous: environment variable" in str(error):  # torch's, in a world without it
             error.add_note("torch.distributed works in a test world if torch=True is given")
         trace = error.__traceback__
         if isinstance(error, SyncError):
@@ -447,6 +447,19 @@ def _of_group(word: str, board: tuple[tuple[int, ...], str], run: WorldRun) -> s
 
 def _first_difference(run: WorldRun) -> str:
     """Return where ranks first made different calls, or one made none; "" if they never did."""
+    waiting: dict[object, dict[str, list[int]]] = {}  # by ranks and call; by group
+    for rank, outcome in enumerate(run.outcomes):
+        if outcome.is_waiting and outcome.calls:
+            last = outcome.calls[-1]
+            groups = waiting.setdefault((last.members, last.label), {})
+            groups.setdefault(describe_group(*last.at), []).append(rank)
+    for groups in waiting.values():
+        if len(groups) > 1:
+            shown = ", and ".join(f"{_named(ranks)} in group {g}" for g, ranks in groups.items())
+            return (
+                f"first difference: the same call on {shown}. Groups of the same ranks must be "
+                f"made and used in the same order on all of them"
+            )
     boards = {call.at for outcome in run.outcomes for call in outcome.calls}
     for board in sorted(boards, key=lambda at: (-len(at[0]), *at)):
         calls = [

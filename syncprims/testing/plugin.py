@@ -17,7 +17,7 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
-from .once_per_session import SessionValues, current_session
+from .once_per_session import session_folder
 from .scheduler import Seed
 from .world_spec import (
     PrefixedOutput,
@@ -33,9 +33,7 @@ _ARGUMENT = "syncprims_world"  # the hidden parameter of tests that run in sever
 _OPTIONS = (
     "ranks", "kind", "backend", "schedules", "seed", "faults", "timeout", "nodes", "torch"
 )  # fmt: skip
-_SESSION: pytest.StashKey[Any] = pytest.StashKey()
 _SUITES: pytest.StashKey[Any] = pytest.StashKey()
-_LAUNCHES = "syncprims_launches"  # what a worker of pytest-xdist reports
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and check the seed."""
+    """Register the marker, check the seed, and say where values of the session are."""
     config.addinivalue_line(
         "markers",
         "world(ranks=4, kind='threads', backend=None, schedules=1, seed=None, faults=(), "
@@ -69,6 +67,16 @@ def pytest_configure(config: pytest.Config) -> None:
             Seed.read(text)
         except ValueError as error:
             raise pytest.UsageError(f"--world-seed: {error}") from None
+
+    def find_folder() -> Path:
+        base: Path = cast("Any", config)._tmp_path_factory.getbasetemp()
+        worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+        if worker is None:
+            return base / "syncprims-once"
+        return base.parent / f"syncprims-once-{worker['testrunuid']}"  # that of all workers
+
+    token = session_folder.set(find_folder)
+    config.add_cleanup(lambda: session_folder.reset(token))
     kind = config.getoption("syncprims_worlds")
     if kind is not None:
         try:
@@ -79,62 +87,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(suites.close)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Add what a worker of pytest-xdist has counted."""
-    suites = node.config.stash.get(_SUITES, None)
-    counts = getattr(node, "workeroutput", {}).get(_LAUNCHES)
-    if suites is not None and counts is not None:
-        suites.in_worlds += counts[0]
-        suites.left_alone.update(counts[1])
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Serve torch's bases of tests, if the suite uses them."""
+    suites = session.config.stash.get(_SUITES, None)
+    if suites is not None:
+        suites.serve_test_bases()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Say how many launches of a suite ran in worlds, and why others did not."""
     suites = config.stash.get(_SUITES, None)
-    if suites is not None:
+    if suites is not None and not config.pluginmanager.hasplugin("dsession"):  # of pytest-xdist
         terminalreporter.section("launches in worlds of syncprims")
         terminalreporter.line(f"{suites.in_worlds} in worlds")
         for reason, count in suites.left_alone.items():
             terminalreporter.line(f"{count} left to their own launcher: {reason}")
-
-
-# -- once per session ------------------------------------------------------------------------------
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Make the session's values available; a worker of pytest-xdist joins the others."""
-    config = session.config
-    if not hasattr(config, "_tmp_path_factory"):
-        return  # pytest's own plugin for directories is off: there is no place for values
-    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
-
-    @functools.cache
-    def open_values() -> SessionValues:
-        base = Path(cast("Any", config)._tmp_path_factory.getbasetemp())
-        if worker is None:
-            return SessionValues(base / "syncprims-once", "main")
-        folder = base.parent / f"syncprims-once-{worker['testrunuid']}"  # that of all workers
-        return SessionValues(folder, worker["workerid"])
-
-    config.stash[_SESSION] = current_session.set(open_values), open_values
-    if worker is not None:
-        open_values()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Leave the session; the last worker cleans up its values."""
-    suites = session.config.stash.get(_SUITES, None)
-    if suites is not None and hasattr(session.config, "workeroutput"):
-        counts = suites.in_worlds, dict(suites.left_alone)
-        cast("Any", session.config).workeroutput[_LAUNCHES] = counts
-    opened = session.config.stash.get(_SESSION, None)
-    if opened is not None:
-        token, open_values = opened
-        current_session.reset(token)
-        if open_values.cache_info().currsize:
-            open_values().leave()
 
 
 # -- one test for each world -----------------------------------------------------------------------

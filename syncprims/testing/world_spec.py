@@ -169,6 +169,8 @@ class WorldSpec:
             )
         if self.kind not in ("threads", "processes"):
             raise ValueError(f"kind={self.kind!r}: it takes 'threads' or 'processes'")
+        if self.kind == "processes" and sys.platform == "win32":
+            raise BackendUnavailable("Windows cannot fork a world of processes: use threads")
         if self.kind == "threads" and self.backend not in (None, "threads"):
             raise ValueError(
                 f"backend={self.backend!r} has ranks in processes: say kind='processes'"

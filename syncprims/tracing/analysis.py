@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from syncprims.errors import parse_ranks
 from syncprims.interface import Label
-from syncprims.tracing.trace_file import ROUND, WAITING
 
 from .reading import RankTrace, TraceRun
+from .recorder import ROUND, WAITING
 
 _WINDOWS = 200  # of which each has its own alignment of clocks, at most
 _PER_WINDOW = 20  # rounds in each, at least

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from syncprims.errors import BackendUnavailable, ConfigurationError, install
-from syncprims.tracing.trace_file import ROUND
 
 from .analysis import Analysis, seconds_text
 from .reading import RankTrace
+from .recorder import ROUND
 
 MOST_SLICES = 500_000  # viewers become slow beyond
 

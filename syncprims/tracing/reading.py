@@ -15,23 +15,21 @@ from numpy.typing import NDArray
 
 from syncprims.errors import ConfigurationError, parse_ranks
 from syncprims.interface import Label
-from syncprims.tracing import trace_file
-from syncprims.tracing.trace_file import LEFT, POSTED, RESULT, ROUND, TEXT, WAITING
+
+from .recorder import CALL, ENTRY, FORMAT, LEFT, OUTCOME, ROUND, TEXT, WAITING
 
 T = TypeVar("T")
 
 _WORDS = ("posted", "since", "done", "number")
-_ENTRY = np.dtype(
-    [(name, "<i8") for name in _WORDS]
-    + [("kind", "u1"), ("length", "u1"), ("outcome", "<u2"), ("label", "<u4")]
-)
+_ENTRY = np.dtype([*((name, "<i8") for name in _WORDS), ("tag", "<u8")])
+_MOST_OF_FACTS = 4096  # bytes at the beginning of a file
 #: A round in memory. Times are in ns; `done` is 0 where it is not known. Where a rank still waits,
 #: `done` is when it was last seen waiting, and the outcome is the ranks that it waits for.
 ROUNDS = np.dtype(
     [(name, "i8") for name in _WORDS]
     + [("group", "i4"), ("call", "i4"), ("outcome", "i4"), ("kind", "u1")]
 )
-assert _ENTRY.itemsize == trace_file.ENTRY.size
+assert _ENTRY.itemsize == ENTRY.size
 
 
 class Numbered(list[T]):
@@ -114,8 +112,8 @@ def _start_time(folder: Path) -> int:
     """Return the calendar time in ns at which a run began, from its first readable file."""
     for path in sorted(folder.glob("rank-*.trace")):
         with contextlib.suppress(OSError), path.open("rb") as file:  # `read_run` reports an error
-            if header := _read_header(file.read(trace_file.START)):
-                return int(header[1]["wall"])
+            if facts := _find_facts(_texts_of(_entries_of(file.read(_MOST_OF_FACTS)))):
+                return int(facts["wall"])
     return 0
 
 
@@ -141,107 +139,103 @@ def read_run(folder: Path) -> TraceRun:
     return run
 
 
-def _read_header(segment: bytes) -> tuple[int, dict[str, Any]] | None:
-    """Return the number of a segment, and the facts of its record; None if they are damaged."""
-    if len(segment) < trace_file.START or segment[:8] != trace_file.MAGIC:
-        return None
-    _, number, length, check = trace_file.HEADER.unpack_from(segment)
-    text = segment[trace_file.HEADER.size :][:length]
-    if len(text) != length or zlib.crc32(text, number & 0xFFFFFFFF) != check:
-        return None
-    return number, json.loads(text)
+def _entries_of(data: bytes) -> NDArray[Any]:
+    return np.frombuffer(data, _ENTRY, len(data) // _ENTRY.itemsize)
+
+
+def _texts_of(entries: NDArray[Any]) -> dict[int, str]:
+    """Return the texts that these entries define, by their numbers."""
+    pieces: dict[int, bytes] = {}
+    for entry in entries[entries["tag"] & 0xFF == TEXT]:
+        number = int(entry["tag"]) >> CALL
+        pieces[number] = pieces.get(number, b"") + entry.tobytes()[: -entry["tag"].nbytes]
+    return {
+        number: text.rstrip(b"\0").decode("utf-8", "replace") for number, text in pieces.items()
+    }
+
+
+def _find_facts(texts: dict[int, str]) -> dict[str, Any] | None:
+    """Return the facts of a record; None if they are damaged."""
+    with contextlib.suppress(KeyError, ValueError):
+        check, facts = texts[0].removeprefix(FORMAT).split(" ", 1)
+        if int(check, 16) == zlib.crc32(facts.encode()):
+            found: dict[str, Any] = json.loads(facts)
+            return found
+    return None
 
 
 def _read_file(path: Path, run: TraceRun) -> RankTrace | None:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        run.complaints.append(f"{path.name} cannot be read: {error}")
-        return None
-    segments: dict[int, bytes] = {}
-    facts: dict[str, Any] = {}
-    for at in range(0, len(data), trace_file.SEGMENT):
-        segment = data[at : at + trace_file.SEGMENT]
-        if header := _read_header(segment):
-            number, facts = header
-            segments[number] = segment
-        elif segment.strip(b"\0"):
-            run.complaints.append(
-                f"{path.name}: bytes {at} to {at + len(segment)} are damaged or not of a trace, "
-                f"and left out"
-            )
-    if not segments:
-        run.complaints.append(f"{path.name} is no trace, or is cut off before the first round")
-        return None
     parts: list[NDArray[Any]] = []
+    facts: dict[str, Any] | None = None
     left: tuple[int, str] | None = None
-    for number, segment in sorted(segments.items()):
-        rounds, damaged, left_here = _read_segment(segment, run)
+    older = path.with_name(f"{path.name}.old")
+    for part in [older, path] if older.exists() else [path]:
+        try:
+            entries = _entries_of(part.read_bytes())
+        except OSError as error:
+            run.complaints.append(f"{part.name} cannot be read: {error}")
+            continue
+        texts = _texts_of(entries)
+        its_facts = _find_facts(texts)
+        if its_facts is None:
+            run.complaints.append(f"{part.name} is no trace, or is damaged or cut off at its start")
+            continue
+        facts = facts or its_facts  # of the older one: whether it is the oldest
+        texts[0] = ""  # in a tag, 0 stands for no outcome
+        rounds, damaged, left = _read_rounds(entries, texts, run)
         parts.append(rounds)
-        left = left_here or left
         if damaged:
-            run.complaints.append(
-                f"{path.name}: {damaged} entries of segment {number} are damaged, and left out"
-            )
-    about = {name: facts[name] for name in RankTrace.__annotations__ if name in facts}
-    rounds = _unique_rounds(np.concatenate(parts))
-    return RankTrace(**about, rounds=rounds, left=left, dropped=min(segments) > 0)
+            run.complaints.append(f"{part.name}: {damaged} entries are damaged, and left out")
+    if facts is None:
+        return None
+    return RankTrace(**facts, rounds=_unique_rounds(np.concatenate(parts)), left=left)
 
 
-def _read_segment(
-    segment: bytes, run: TraceRun
+def _read_rounds(
+    entries: NDArray[Any], texts: dict[int, str], run: TraceRun
 ) -> tuple[NDArray[Any], int, tuple[int, str] | None]:
     """Return the rounds, the number of damaged entries, and when and how the rank left."""
-    count = (len(segment) - trace_file.START) // _ENTRY.itemsize
-    entries = np.frombuffer(segment, _ENTRY, count, trace_file.START)
-    pieces: dict[int, bytes] = {}
-    for entry in entries[entries["kind"] == TEXT]:
-        number = int(entry["label"])
-        pieces[number] = pieces.get(number, b"") + entry.tobytes()[: int(entry["length"])]
-    texts = {number: text.decode("utf-8", "replace") for number, text in pieces.items()}
+    kinds = entries["tag"] & 0xFF
     left: tuple[int, str] | None = None
-    for last in entries[entries["kind"] == LEFT]:
-        left = int(last["posted"]), texts.get(int(last["outcome"]), "")
-    written = entries[np.isin(entries["kind"], (ROUND, WAITING, POSTED, RESULT))]
+    for last in entries[kinds == LEFT]:
+        left = int(last["posted"]), texts.get(_outcomes_of(last), "")
+    written = entries[(kinds == ROUND) | (kinds == WAITING)]
     rounds = np.zeros(len(written), ROUNDS)
-    for name in (*_WORDS, "kind"):
+    for name in _WORDS:
         rounds[name] = written[name]
-    for code in np.unique(written["outcome"]):
+    rounds["kind"] = written["tag"] & 0xFF
+    outcomes, calls = _outcomes_of(written), written["tag"] >> CALL
+    for code in np.unique(outcomes):
         text = texts.get(int(code), "")
-        rounds["outcome"][written["outcome"] == code] = run.outcomes.number(text, text)
+        rounds["outcome"][outcomes == code] = run.outcomes.number(text, text)
     rounds["call"] = -1
-    for code in np.unique(written["label"]):
+    for code in np.unique(calls):
         try:
             group, *call = json.loads(texts[int(code)])
-            members = tuple(parse_ranks(texts[group].partition(" ")[0]))
+            members = tuple(parse_ranks(group.partition(" ")[0]))
             label = Label(*call)
-        except (KeyError, ValueError, TypeError):
+        except (AttributeError, KeyError, ValueError, TypeError):
             continue
-        chosen = written["label"] == code
+        chosen = calls == code
         rounds["call"][chosen] = run.calls.number(label, json.dumps(call))
-        rounds["group"][chosen] = run.groups.number(members, texts[group])
-    over = (rounds["kind"] == ROUND) | (rounds["kind"] == RESULT) | (rounds["done"] > 0)
+        rounds["group"][chosen] = run.groups.number(members, group)
+    over = (rounds["kind"] == ROUND) | (rounds["done"] > 0)
     ordered = (rounds["posted"] <= rounds["since"]) & (rounds["since"] <= rounds["done"])
     sound = (rounds["posted"] >= 0) & (rounds["number"] > 0) & (rounds["call"] >= 0)
     sound &= ordered | ~over
-    damaged = int((entries["kind"] > LEFT).sum()) + int((~sound).sum())
+    damaged = int(((kinds < TEXT) | (kinds > LEFT)).sum()) + int((~sound).sum())
     return rounds[sound], damaged, left
 
 
+def _outcomes_of(entries: NDArray[Any]) -> Any:
+    """Return the numbers of the texts of outcomes."""
+    return (entries["tag"] & 0xFFFFFFFF) >> OUTCOME
+
+
 def _unique_rounds(rounds: NDArray[Any]) -> NDArray[Any]:
-    """Return each round once: finished rather than waiting, and with its result."""
-    if not len(rounds):
-        return rounds
-    priority = np.zeros(16, "i4")
-    priority[[POSTED, WAITING, ROUND, RESULT]] = 0, 1, 2, 3
-    rounds = rounds[np.lexsort((priority[rounds["kind"]], rounds["number"], rounds["group"]))]
-    same = (rounds["number"][1:] == rounds["number"][:-1]) & (
-        rounds["group"][1:] == rounds["group"][:-1]
-    )
-    results = np.flatnonzero((rounds["kind"][1:] == RESULT) & same) + 1
-    rounds["outcome"][results - 1] = rounds["outcome"][results]
-    keep = np.append(~same, True)  # the last entry of each round...
-    keep[results - 1] = True  # ... but not one that has only its result
-    keep[rounds["kind"] == RESULT] = False
-    unique: NDArray[Any] = rounds[keep]
+    """Return each round once: over rather than waiting, and as it was written last."""
+    rounds = rounds[np.lexsort((rounds["kind"], rounds["number"], rounds["group"]))]
+    following = rounds[["group", "number"]][1:]
+    is_last = np.append(following != rounds[["group", "number"]][:-1], True)
+    unique: NDArray[Any] = rounds[is_last[: len(rounds)]]
     return unique

@@ -73,7 +73,6 @@ class Accumulator:
         self.schedules: list[Any] = []  #: that follow these optimizers
         self._windows: dict[tuple[nn.Module, ...], AccumulationWindow] = {}
         self.entered: list[AccumulationWindow] = []  #: in the order of their latest blocks
-        self._loaded: list[dict[str, Any]] = []  # states of windows that no block has entered yet
         self._unsynced: list[nn.Module] = []  # models in a block of `no_sync`
         self._watch = BackwardWatch(self._average_plain)
         # Of :func:`join_uneven_inputs`: announces an event of this rank to the others, and returns
@@ -121,8 +120,6 @@ class Accumulator:
         window = self._windows[models] = AccumulationWindow(chosen, models, self)
         for model in chosen:
             self._watch_model(model)
-        if self._loaded:
-            window.load_state_dict(self._loaded.pop(0))
         self.entered.append(window)
         return window
 
@@ -163,7 +160,10 @@ class Accumulator:
             factor = 1.0 / self.steps
         else:
             if self._announce is not None:
-                self._announce("weight", None)
+                raise ValueError(
+                    "join_uneven_inputs(): backward(weight=...) counts the items of all ranks, and "
+                    "needs `with accumulate(model):` around the micro-batch there"
+                )
             factor = _mean_factor(all_reduce(_checked(weight), name="weights"))
         self._run_backward(loss, factor, options)
         self._average([m for m in self.models if not _is_in(m, self._unsynced)])
@@ -298,46 +298,31 @@ class Accumulator:
 
     def _update_scaler(self, besides: AccumulationWindow | None = None) -> None:
         """Update the loss scaler, unless other windows hold gradients of the present scale."""
-        if self.precision.scaler is None or any(state["count"] for state in self._loaded):
-            return
-        if not any(w.count and not w.sync for w in self.entered if w is not besides):
+        if not any(w.is_half_full for w in self.entered if w is not besides):
             self.precision.update_scaler()
 
-    # -- forgetting, saving -----------------------------------------------------------------------
+    # -- forgetting -------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Forget all models, optimizers, schedules and windows."""
         for container in (
             self.models, self.optimizers, self.schedules, self._windows, self.entered,
-            self._loaded, self._averaged,
+            self._averaged,
         ):  # fmt: skip
             container.clear()
         self._watch.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what windows hold that are not full, with this rank's own gradients."""
-        states = [window.state_dict() for window in self._windows.values()]
-        return {"world_size": get_world_size(), "windows": states}
+    @property
+    def is_half_full(self) -> bool:
+        """Whether gradients of some micro-batches wait for others: no saved state has them."""
+        return any(window.is_half_full for window in self.entered)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue: windows are matched in the order in which they are first entered.
-
-        :raises ValueError: if a window is not full and the world has another size.
-        """
-        half = any(window["count"] for window in state["windows"])
-        if half and state["world_size"] != get_world_size():
-            raise ValueError(
-                f"saved in the middle of a window on {state['world_size']} ranks, and there are "
-                f"{get_world_size()}: save where sync_gradients is true, or use as many ranks"
-            )
+    def restart(self) -> None:
+        """Drop the gradients of all windows, after a state was loaded in place of them."""
         for optimizer in self.optimizers:
             optimizer._forget_gradients()
-        for window in self._windows.values():
-            for p in window.parameters:  # what they hold now is of no step any more
-                p.grad = None
-        self._loaded = list(state["windows"])
-        for window in self._windows.values():
-            window.load_state_dict(self._loaded.pop(0) if self._loaded else _FULL)
+        for window in self.entered:
+            window.restart()
 
 
 class AccumulationWindow:
@@ -376,6 +361,18 @@ class AccumulationWindow:
         self._weighted: bool | None = None
         self._current: float | None = None  # items of the current micro-batch
         self._factor: float | None = None  # what has been added up is scaled by it
+
+    @property
+    def is_half_full(self) -> bool:
+        """Whether it holds micro-batches and waits for more."""
+        return self.count > 0 and not self.sync
+
+    def restart(self) -> None:
+        """Drop its gradients; the next block begins it anew."""
+        for p in self.parameters:
+            p.grad = None
+        self._reset()
+        self.sync = self.stepped = True
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -543,49 +540,6 @@ class AccumulationWindow:
         """Return whether gradients wait for a step, other than that of the period `stepped`."""
         is_new = self.passes > 0 and self.period is not stepped
         return is_new and (not self.sync or self.count > 1)
-
-    # -- saving ---------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return counts and this rank's gradients of a window that is not full.
-
-        :raises TypeError: if such gradients are sparse.
-        """
-        if self.sync or not self.count:
-            return dict(_FULL)
-        if any(p.grad is not None and p.grad.is_sparse for p in self.parameters):
-            raise TypeError(
-                "the gradients of a window that is not full are sparse, and a state holds dense "
-                "tensors only: save where sync_gradients is true"
-            )
-        return {
-            "count": self.count,
-            "passes": self.passes,
-            "weighted": self._weighted,
-            "items": self._items,
-            "gradients": {
-                str(i): p.grad.detach().clone()
-                for i, p in enumerate(self.parameters)
-                if p.grad is not None
-            },
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue a saved window of the same models; a full one is loaded as after its step."""
-        self._reset()  # other windows go on with the scale that it was saved with
-        self.sync = self.stepped = not state["count"]
-        self.count, self.passes = state["count"], state["passes"]
-        self._weighted, self._items = state["weighted"], state["items"]
-        parameters = self.parameters
-        for number, gradient in state["gradients"].items():
-            p = parameters[int(number)]
-            p.grad = gradient.to(p.device, copy=True)
-
-
-#: The state of a window that is full, or that no block has entered.
-_FULL: dict[str, Any] = {
-    "count": 0, "passes": 0, "weighted": None, "items": 0.0, "gradients": {},
-}  # fmt: skip
 
 
 def _checked(weight: float) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncprims import all_gather, all_reduce, broadcast, get_rank, get_world_size
+from syncprims import all_gather, broadcast, get_rank, get_world_size
 
 from .accumulation import AccumulationWindow, Accumulator, check_joinable, parameters_of
 from .gradient_sync import (
@@ -85,8 +85,6 @@ class _Join:
                 window.begin_micro_batch(at_end=all(at_end for _, at_end in values))
             elif self._event == "gradients":
                 self._average_zeros([models[number] for number in value[0]], uncleared=value[1])
-            elif self._event == "weight":
-                all_reduce(0.0, name="weights")
             elif window is not None and self._event == "backward":
                 window.count_pass(0.0 if value else None)
                 if window.sync:
@@ -138,7 +136,7 @@ class _Join:
                 obj.load_state_dict(state)
         # A rank that has not stepped has gradients that the others have cleared, or not yet used.
         # Those of a window that is not full are each rank's own sums, and wait for the rest of it.
-        half = {p for w in accumulator.entered if w.count and not w.sync for p in w.parameters}
+        half = {p for w in accumulator.entered if w.is_half_full for p in w.parameters}
         every = [p for optimizer in accumulator.optimizers for p in parameters_of(optimizer)]
         used = [p for p in every if p not in half]
         left: list[torch.Tensor | None] = broadcast([p.grad for p in used], source)

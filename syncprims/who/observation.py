@@ -48,7 +48,6 @@ class RankReport(NamedTuple):
     behind: int  #: how many rounds others of that group are ahead
     processor: float | None  #: the share of a processor that it used last
     doing: str  #: what the system, or py-spy, says about it
-    beside: list[tuple[str, float]]  #: what it does beside its calls, and for how many seconds
 
 
 class WorldReport(NamedTuple):
@@ -329,17 +328,7 @@ def _report_rank(
         max(0, behind),
         used,
         doing,
-        _beside(view.announced.get(rank, b""), now.at),
     )
-
-
-def _beside(announced: bytes, now: float) -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = []
-    for line in announced.decode(errors="replace").splitlines():
-        since, _, what = line.partition(" ")
-        with contextlib.suppress(ValueError):  # damaged
-            found.append((what, round(max(0.0, now - float(since)), 3)))
-    return found
 
 
 def _latest_board(rank: int, before: WorldView, now: WorldView) -> BoardView | None:

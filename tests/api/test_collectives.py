@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-import gc
+import dataclasses
 import math
 import threading
 from functools import partial
@@ -89,27 +89,6 @@ def test_broadcast_gives_everyone_the_object_of_src(world: Ranks) -> None:
     world.run(program)
 
 
-def test_arrays_travel_and_belong_to_their_receivers(world: Ranks) -> None:
-    def program() -> None:
-        for dtype in ("f8", "f4", "f2", "i1", "u8", "?", "c16", "U5", "M8[s]"):
-            sent = (
-                np.arange(6).astype(dtype).reshape(2, 3) if dtype != "M8[s]" else np.zeros(3, dtype)
-            )
-            got = sp.broadcast(sent if sp.is_main() else None)
-            assert got is not None
-            assert got.dtype == sent.dtype
-            assert np.array_equal(got, sent)
-            got[...] = got  # writable
-        scalar = sp.broadcast(np.float32(2.5))
-        assert type(scalar) is np.float32
-        everyone = sp.all_gather(np.full(sp.get_rank() + 1, sp.get_rank()))
-        assert [len(a) for a in everyone] == list(range(1, sp.get_world_size() + 1))
-        assert sp.broadcast(np.empty((0, 3))).shape == (0, 3)
-        assert sp.broadcast(np.array(7)).shape == ()
-
-    world.run(program)
-
-
 class Config(NamedTuple):
     steps: int
     rate: float
@@ -127,7 +106,7 @@ REDUCED: list[tuple[Callable[[int, int], Any], Any, Callable[[int], Any]]] = [
     *((lambda r, n: math.nan if r == n - 1 else 1.0, op, lambda n: math.nan)
       for op in ("min", "max")),
     (lambda r, n: np.full(2, 40000, "f2"), "mean", lambda n: np.full(2, 40000, "f2")),
-    (lambda r, n: np.int32(3), "sum", lambda n: np.int32(3 * n)),
+    (lambda r, n: np.int32(3), "sum", lambda n: 3 * n),
     (lambda r, n: Config(1, 0.5), "sum", lambda n: Config(n, 0.5 * n)),
 ]  # fmt: skip
 
@@ -142,26 +121,7 @@ def test_reductions_are_exact_and_keep_types(world: Ranks) -> None:
         for give, op, result in REDUCED:
             assert repr(sp.all_reduce(give(rank, n), op)) == repr(result(n))
         assert sp.all_reduce(rank == 0, "max") == 1
-        assert int(sp.all_reduce(np.int64(2**62))) == n * 2**62
-
-    world.run(program)
-
-
-def test_all_reduce_of_trees_leaves_the_callers_alone(world: Ranks) -> None:
-    def program() -> None:
-        n, r = sp.get_world_size(), sp.get_rank()
-        tree: Any = {"loss": 1.0, "parts": [np.full(3, r), (2, {"deep": np.ones((2, 2), "f4")})]}
-        before = repr(tree)
-        got = sp.all_reduce(tree)
-        assert repr(tree) == before
-        assert got["loss"] == n
-        array, (two, deep) = got["parts"]
-        assert array.tolist() == [sum(range(n))] * 3
-        assert array is not tree["parts"][0]
-        assert two == 2 * n
-        assert deep["deep"].dtype == np.float32
-        assert (deep["deep"] == n).all()
-        assert sp.all_reduce(np.arange(3), "mean").dtype == np.float64
+        assert sp.all_reduce(np.int64(2**62)) == n * 2**62
 
     world.run(program)
 
@@ -264,60 +224,6 @@ def test_the_default_device_is_for_the_programs_own_tensors(world: Ranks) -> Non
     world.run(program)
 
 
-@several(4)
-def test_a_closed_group_can_be_made_again(world: Ranks) -> None:
-    def program() -> None:
-        n, rank = sp.get_world_size(), sp.get_rank()
-        for turn in range(3):
-            pair, others = sp.group([0, n - 1]), sp.group(range(1, n))
-            assert sp.group([0, n - 1]) is pair
-            if rank in pair.ranks:
-                for _ in range(turn + 2):
-                    assert pair.all_gather(rank) == [0, n - 1]
-                assert pair.all_reduce(np.full(5000, rank)).tolist() == [n - 1] * 5000
-                assert pair.broadcast("x" * 10_000 * turn) == "x" * 10_000 * turn
-            pair.close()
-            if rank in pair.ranks:
-                again = r"the group of ranks \[0, \d\] is closed; group\(\[0, \d\]\) makes it"
-                for call in (pair.barrier, pair.close):
-                    with pytest.raises(sp.WorldClosed, match=again):
-                        call()
-            if rank:
-                assert others.all_reduce(1) == n - 1
-            others.close()
-        sp.group(range(n)).close()  # that of all ranks stays open
-        sp.barrier("all are in step")
-
-    world.run(program)
-
-
-@several(4)
-@in_processes
-def test_a_closed_group_gives_its_memory_back_at_once(world: Ranks) -> None:
-    if world.kind.backend == "tiny":
-        pytest.skip("it cannot close a board")
-
-    def maps() -> int:
-        return Path("/proc/self/maps").read_text().count("/board-")
-
-    def program() -> None:
-        sp.all_reduce(np.ones(5000))
-        gc.disable()
-        before = maps()
-        group = sp.group([0, 1])
-        if sp.get_rank() < 2:
-            group.all_reduce(1.0)
-            for size in (3, 5000):
-                group.all_reduce(np.ones(size))
-                group.broadcast(np.ones(size))
-                group.all_gather(np.ones(size))
-            assert maps() > before
-            group.close()
-            assert maps() == before
-
-    world.run(program)
-
-
 def test_a_block_of_a_group_may_end_in_another_order_and_place(world: Ranks) -> None:
     def blocks(group: sp.Group) -> Generator[None]:
         with group:
@@ -371,64 +277,42 @@ def test_blocks_of_a_group_may_overlap_in_threads(world: Ranks) -> None:
     world.run(program)
 
 
+@dataclasses.dataclass(repr=False)
 class Shown:
-    """It counts how often it is shown and pickled, and fails to be shown where it is asked to."""
+    """It fails to be shown where it is asked to."""
 
-    def __init__(self, value: int, *, fails: bool = False) -> None:
-        self.value, self.fails, self.asked = value, fails, 0
+    value: int
 
     def __repr__(self) -> str:
-        self.asked += 1
-        if self.fails:
+        if self.value:
             raise RuntimeError("no words for it")
         return f"Shown({self.value})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shown) and other.value == self.value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-    def __reduce__(self) -> Any:
-        self.asked += 1
-        return Shown, (self.value,)
-
-
-def test_assert_same_encodes_once_and_shows_nothing_where_all_agree(world: Ranks) -> None:
-    def program() -> int:
-        value = Shown(1)
-        sp.assert_same({"value": value}, "config")
-        return value.asked
-
-    assert world.run(program) == [1] * world.ranks
 
 
 @several()
 def test_assert_same_tells_of_what_cannot_be_shown(world: Ranks) -> None:
     def program() -> str:
-        value = Shown(sp.get_rank(), fails=sp.is_last())
         with pytest.raises(sp.RankMismatch) as caught:
-            sp.assert_same(value, "value")
+            sp.assert_same(Shown(sp.is_last()), "value")
         sp.barrier("still in step")
         return str(caught.value)
 
     for said in world.run(program):
-        assert "rank 0: Shown(0)  (digest" in said
+        assert "rank 0: Shown(False)  (digest" in said
         assert f"rank {world.ranks - 1}: <no text: its __repr__ raised RuntimeError>" in said
 
 
 @several(2)
-def test_pythons_and_numpys_numbers_mix_but_for_dtypes(world: Ranks) -> None:
+def test_pythons_and_numpys_numbers_mix(world: Ranks) -> None:
     def program() -> Any:
         def either(one: Any, other: Any, op: Any = "sum") -> Any:
             return sp.all_reduce(one if sp.is_main() else other, op)
 
-        with pytest.raises(sp.RankMismatch, match="float32"):
-            either(np.float32(1), np.float64(1))
-        assert (either(1, 0.5), either(np.float64(2), 1)) == (1.5, 3)
+        pairs: list[Any] = [(1, 0.5), (np.float32(1), 0.5), (np.True_, np.float64(0.5))]
         for op, expected in {"sum": 1.5, "mean": 0.75, "prod": 0.5, "max": 1}.items():
-            assert either(np.True_, np.float64(0.5), op) == expected
-            assert either(np.float64(0.5), np.True_, op) == expected
+            for one, other in pairs:
+                assert either(one, other, op) == either([other], [one], op)[0] == expected
+        assert type(either(np.int64(2**62), np.int64(2**62))) is int
 
     world.run(program)
 

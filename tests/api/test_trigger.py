@@ -117,18 +117,6 @@ def test_a_lagging_check_does_not_wait_for_a_peer_one_check_behind(world: Ranks)
     world.run(program)
 
 
-@several(2)
-def test_a_mismatch_is_seen_at_the_next_call(world: Ranks) -> None:
-    def program() -> Any:
-        lag = sp.Trigger("one", lag=1)
-        other = sp.Trigger("other", lag=1)
-        (lag if sp.is_main() else other).check()
-        with pytest.raises(sp.CollectiveMismatch):
-            sp.barrier()
-
-    world.run(program)
-
-
 def test_the_worlds_own_trigger(world: Ranks) -> None:
     def program() -> Any:
         answers = [sp.check_trigger()]
@@ -155,16 +143,6 @@ print(check_trigger())
 """
     )
     assert [one.out for one in ended] == ["True\nFalse\n"] * 3, [one.err for one in ended]
-
-
-def test_a_thread_of_a_rank_sets_the_worlds_own_trigger() -> None:
-    def program() -> bool:
-        with ThreadPoolExecutor(1) as pool:
-            if sp.is_last():
-                pool.submit(sp.set_trigger).result()
-        return sp.check_trigger()
-
-    assert run_world(program, 2) == [True, True]
 
 
 #: Sends this process a signal while it loads the backend, and calls init().
@@ -236,18 +214,6 @@ def test_a_second_signal_while_python_ends_is_the_same_one() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=False)
     assert done.returncode == 0
-
-
-def test_a_later_signal_ends_a_process_that_had_no_handler() -> None:
-    code = (
-        "import os, signal, time, syncprims\n"
-        "syncprims.Trigger().set_on_signal()\n"
-        "while True:\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    time.sleep(0.05)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=False)
-    assert done.returncode == -signal.SIGTERM
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="no real-time signals")
@@ -332,17 +298,3 @@ def test_none_is_lost_wherever_a_check_is_interrupted() -> None:
 
     (operations,) = run_world(program, 1)
     assert operations > 20
-
-
-@pytest.mark.parametrize("lag", [0, 1])
-def test_a_check_that_is_refused_leaves_it_set(lag: int) -> None:
-    def program() -> tuple[bool, str | None]:
-        closed, stop = sp.group([0]), sp.Trigger(lag=lag)
-        if sp.is_main():
-            closed.close()
-            stop.set("SIGTERM")
-            with closed, pytest.raises(sp.WorldClosed):
-                stop.check()
-        return any([stop.check(), stop.check()]), stop.reason
-
-    assert run_world(program, 2) == [(True, "SIGTERM")] * 2

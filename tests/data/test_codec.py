@@ -7,7 +7,6 @@ import contextlib
 import enum
 import math
 import random
-import re
 import threading
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -61,40 +60,22 @@ def test_cycles_and_depth_are_left_to_pickle() -> None:
     assert decode(encode(deep)) == deep
 
 
-def test_what_pickle_cannot_do_is_said() -> None:
-    with pytest.raises(EncodingError, match=r"builtins\.function cannot travel.*pickle says"):
-        encode(lambda: None)
-
-
 class Holder:
-    def __init__(self, inside: object) -> None:
-        self.inside = inside
+    """Only pickle can send it."""
 
 
-NOTHING = r"cannot travel between ranks: pickle says TypeError: cannot pickle '_thread.lock'"
-LOCK = threading.Lock()
-CYCLE: list[Any] = [1]
-CYCLE += [CYCLE, {"lock": LOCK}]
-
-
-@pytest.mark.parametrize(
-    ("obj", "where"),
-    [
-        (LOCK, "a _thread.lock"),
-        ({"a": [1, Holder(LOCK)]}, "obj['a'][1], a test_codec.Holder,"),
-        ((0, {LOCK}), "obj[1], a builtins.set,"),
-        ({LOCK: 1}, "a key of obj, a _thread.lock,"),
-        (CYCLE, "obj[2]['lock'], a _thread.lock,"),
-    ],
-)
-def test_the_part_that_cannot_travel_is_named(obj: object, where: str) -> None:
-    with pytest.raises(EncodingError, match=f"^{re.escape(where)} {NOTHING}"):
+@pytest.mark.parametrize(("obj", "part"), [
+    (threading.Lock(), "_thread.lock"), ({"a": [1, lambda: 1]}, "builtins.function"),
+    ((0, {threading.Lock()}), "_thread.lock"),
+])  # fmt: skip
+def test_the_part_that_cannot_travel_is_named(obj: object, part: str) -> None:
+    with pytest.raises(EncodingError, match=f"^a {part} cannot travel between ranks: pickle says "):
         encode(obj)
 
 
 def test_the_part_that_needs_pickle_is_named() -> None:
-    with pytest.raises(EncodingError, match=r"^obj\['a'\]\[1\], a .*Holder, can only travel as a"):
-        encode({"a": [1, Holder(2)]}, allow_pickle=False)
+    with pytest.raises(EncodingError, match=r"^a test_codec\.Holder can only travel as a"):
+        encode({"a": [1, Holder()]}, allow_pickle=False)
 
 
 def test_dicts_keep_their_order() -> None:

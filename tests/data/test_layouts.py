@@ -65,37 +65,6 @@ def test_numbers_keep_their_kinds_and_bits(world: Ranks) -> None:
 
 
 @several()
-def test_numbers_of_each_kind_are_reduced_as_in_any_tree(world: Ranks) -> None:
-    """Those in a slot have the same bits as those in nested lists, which have no layout."""
-    kinds = "float64 float32 int64 int32 int16 int8 uint64 uint32 uint16 uint8"
-    of_numpy: list[Any] = [getattr(np, kind) for kind in kinds.split()]
-
-    def program() -> None:
-        rank, n = sp.get_rank(), sp.get_world_size()
-        mine: list[Any] = [True, rank == 0, np.bool_(rank), rank, rank / 3]
-        for kind in of_numpy:
-            most = (np.finfo if issubclass(kind, np.floating) else np.iinfo)(kind).max
-            mine += [kind(rank), kind(rank + 1) / kind(3), kind(most)]
-        for special in (math.nan, -math.inf, -0.0):
-            mine += [kind(special if rank == n - 1 else 1) for kind in of_numpy[:2]]
-        for op, begin in itertools.product(get_args(reduction.Op), range(0, len(mine), 16)):
-            some = mine[begin : begin + 16]
-            names = {str(index): value for index, value in enumerate(some)}
-            nested: Any = sp.all_reduce([some], op)[0]
-            flat: Any = sp.all_reduce(some, op)
-            named: Any = sp.all_reduce(names, op)
-            assert rounds_of(lambda some=some, op=op: sp.all_reduce(some, op)) == 1
-            first = sp.all_reduce(some[0], op), *flat[1:]
-            for parts in zip(nested, first, flat, named.values(), strict=True):
-                assert len({type(part) for part in parts}) == 1
-                assert len({codec.encode(part) for part in parts}) == 1
-        for own, sent in zip(mine, sp.broadcast([mine])[0], strict=True):
-            assert type(sp.broadcast(own)) is type(sent)
-
-    world.run(program)
-
-
-@several()
 def test_one_line_may_broadcast_another_kind_of_value_each_time(world: Ranks) -> None:
     """A receiver expects what its line brought last. The source decides."""
 
@@ -154,12 +123,13 @@ def test_each_rank_may_gather_another_value(world: Ranks) -> None:
 def test_values_that_differ_in_structure_are_a_mismatch_on_all(world: Ranks) -> None:
     def program() -> None:
         last = sp.get_rank() == sp.get_world_size() - 1
-        values: list[Any] = [1.0, [1.0], [1.0, 2], (1.0,), {"a": 1.0}, {"b": 1.0}, np.float32(1)]
+        values: list[Any] = [1.0, [1.0], [1.0, 2], (1.0,), {"a": 1.0}, {"b": 1.0}]
         values += [np.ones(1), np.ones(2), np.ones(1, "f4"), torch.ones(1), np.ones(3000)]
         values += [[1.0] * 20, np.ones(30), torch.ones(200)]  # of other sizes in memory
         values += [{"a": np.ones(1)}, {"a": torch.ones(1), "b": 1}, [np.ones(150), np.ones(150)]]
         values += [{"a": [1.0]}, np.ones((1000, 2)), [np.ones((1000, 2))] * 2]
-        for one, other in itertools.permutations(values, 2):
+        pairs = list(itertools.permutations(values, 2))
+        for one, other in pairs if sp.get_world_size() == 2 else pairs[::5]:
             with pytest.raises(sp.RankMismatch, match="differ in kind, shape or dtype"):
                 sp.all_reduce(other if last else one)
         assert sp.all_reduce(1) == sp.get_world_size()  # still in step
@@ -457,7 +427,6 @@ def test_a_value_of_a_known_shape_takes_one_round(world: Ranks) -> None:
         calls: list[Any] = [
             lambda: sp.all_reduce(1.0),
             lambda: sp.all_reduce(numbers, "mean"),
-            lambda: sp.all_reduce({"loss": np.float32(1), "n": np.int64(1), "done": False}, "max"),
             lambda: sp.broadcast(numbers),
             lambda: sp.broadcast([None, "text", numbers]),
             lambda: sp.all_reduce(torch.ones(100)),

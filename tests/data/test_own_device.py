@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
 from syncprims._data.arrays import own_device
 from syncprims.interface import own_device_index
-
-if TYPE_CHECKING:
-    pass
 
 #: The current device, the devices of the node, the local rank, and the rank's own device.
 CASES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import signal
 from typing import TYPE_CHECKING, Any
@@ -22,22 +23,15 @@ class Preempted(RuntimeError):
     """Raised by a handler."""
 
 
+@dataclasses.dataclass(repr=False)
 class Interrupted:
     """A value; a signal arrives in one of its methods."""
 
-    def __init__(self, method: str = "") -> None:
-        self.method = method
+    method: str = ""
 
     def _signal_in(self, method: str) -> None:
         if self.method == method:
             signal.raise_signal(signal.SIGUSR1)
-
-    def __eq__(self, other: object) -> bool:
-        self._signal_in("eq")
-        return isinstance(other, Interrupted)
-
-    def __hash__(self) -> int:
-        return 0
 
     def __reduce__(self) -> Any:
         self._signal_in("reduce")
@@ -70,9 +64,7 @@ HANDLERS: list[Any] = [
     Handler(),
 ]
 CALLS: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "a comparison": ("eq", lambda value: sp.assert_same(value, "value")),
-    "a text": ("repr", lambda value: sp.assert_same([value, sp.get_rank()], "value")),
-    "a digest": ("reduce", lambda value: sp.assert_same(value, "value")),
+    "a text": ("repr", lambda value: sp.assert_same(value, "value")),
     "a broadcast": ("reduce", sp.broadcast),
     "a gather": ("reduce", sp.all_gather),
 }

@@ -18,9 +18,9 @@ from support.rank_environment import PATIENCE, clean_environ
 
 
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn's digits")
-def test_digits_learn_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None:
+def test_digits_learn_the_same_on_one_and_four_ranks(tmp_path: Path) -> None:
     learned = []
-    for ranks in (1, 2, 4):
+    for ranks in (1, 4):
         weights = tmp_path / f"{ranks}.npz"
         done = subprocess.run(
             [sys.executable, "-m", "syncprims", "run", "-n", str(ranks),
@@ -35,11 +35,10 @@ def test_digits_learn_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None
         assert float(right[-1]) >= 93
         assert "stopped after epoch" in done.stdout
         learned.append(dict(np.load(weights)))
-    one, *others = learned
-    for other in others:
-        assert other.keys() == one.keys()
-        for name in one:
-            np.testing.assert_allclose(other[name], one[name], rtol=1e-9, atol=1e-12)
+    one, four = learned
+    assert four.keys() == one.keys()
+    for name in one:
+        np.testing.assert_allclose(four[name], one[name], rtol=1e-9, atol=1e-12)
 
 
 def preempt(folder: Path, steps: int, *options: object) -> list[str]:

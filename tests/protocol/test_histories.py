@@ -22,7 +22,7 @@ def judge(first: int, count: int, meeting_place: Path, logs: Path) -> None:
     assert not any(meeting_place.iterdir())  # the last run clears what the killed have left
 
 
-@pytest.mark.parametrize("first", range(0, 250, CHUNK))
+@pytest.mark.parametrize("first", range(0, 125, CHUNK))
 def test_random_programs_keep_every_promise(
     first: int, meeting_place: Path, tmp_path: Path
 ) -> None:
@@ -38,7 +38,7 @@ def test_ten_thousand_random_programs(first: int, meeting_place: Path, tmp_path:
 @pytest.mark.parametrize(
     "seeds",
     [
-        *(range(first, first + 2) for first in (0, 15, 30, 45)),
+        *(range(first, first + 2) for first in (0, 30)),
         *(
             pytest.param(range(first, first + 100), marks=pytest.mark.soak)
             for first in range(20_000, 22_000, 100)

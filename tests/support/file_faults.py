@@ -39,11 +39,7 @@ CALLS = (
 
 
 class Watched:
-    """An `os` that calls `at` before every call on the file system.
-
-    Polls of the leading rank for the results of others in a background save are left out: their
-    number depends on the time, and they change nothing.
-    """
+    """An `os` that calls `at` before every call on the file system."""
 
     def __init__(self, at: At) -> None:
         self.count = 0
@@ -55,8 +51,6 @@ class Watched:
             return real
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if name == "lstat" and ".report-" in args[0] and sp.is_main():
-                return real(*args, **kwargs)
             number, self.count = self.count, self.count + 1
             self._at(number, name, args)
             return real(*args, **kwargs)

@@ -5,7 +5,6 @@ The seed decides the program, its values and its faults. Only the scheduling is 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import json
@@ -16,7 +15,7 @@ import signal
 import threading
 import time
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -322,24 +321,6 @@ def in_thread(call: Callable[[], Any]) -> Any:
     return outcome.result()
 
 
-def in_pool(call: Callable[[], Any]) -> Any:
-    """Make a call in a pool's thread."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(call).result()
-
-
-def in_loop(call: Callable[[], Any]) -> Any:
-    """Make a call in a thread of an event loop."""
-
-    async def main() -> Any:
-        return await asyncio.to_thread(call)
-
-    return asyncio.run(main())
-
-
-_WAYS = {"thread": in_thread, "pool": in_pool, "loop": in_loop}
-
-
 class Plan(NamedTuple):
     """A program and the faults of its ranks, generated from one seed."""
 
@@ -349,13 +330,13 @@ class Plan(NamedTuple):
     delays: dict[tuple[int, int], float]  #: rank and step -> seconds of sleep before it
     own: dict[tuple[int, int], str]  #: rank and step -> "kill" or "raise", before it
     signals: list[tuple[float, int, signal.Signals]]  #: seconds after the join, rank, signal
-    ways: dict[tuple[int, int], str]  #: rank and step -> the helper that makes the call
+    threaded: set[tuple[int, int]]  #: rank and step of calls that a thread makes
 
     @property
     def faults(self) -> list[str]:
-        """The faults and helpers, as text."""
+        """The faults and threads, as text."""
         said = [f"rank {r} does {what} before step {step}" for (r, step), what in self.own.items()]
-        said += [f"rank {r} makes step {step} in a {way}" for (r, step), way in self.ways.items()]
+        said += [f"rank {r} makes step {step} in a thread" for r, step in sorted(self.threaded)]
         return said + [f"{s.name} to rank {r} after {t * 1e3:.3f} ms" for t, r, s in self.signals]
 
 
@@ -380,11 +361,9 @@ def plan(seed: int) -> Plan:
         else:
             sent = signal.SIGKILL if fault == "kill" else signal.SIGUSR1
             signals.append((moment, rank, sent))
-    ways: dict[tuple[int, int], str] = {}
-    if dice.random() < 0.4:  # a rank whose main thread never calls, or seldom does not
-        often, way = dice.choice((0.2, 1.0)), dice.choice([*_WAYS])
-        ways = {place: way for place in places if dice.random() < often}
-    return Plan(seed, ranks, steps, delays, own, sorted(signals), ways)
+    often = dice.choice((0.2, 1.0)) if dice.random() < 0.4 else 0.0
+    threaded = {place for place in places if dice.random() < often}
+    return Plan(seed, ranks, steps, delays, own, sorted(signals), threaded)
 
 
 def draw_step(dice: random.Random, ranks: int, kinds: Sequence[Kind] = _KINDS) -> Step:
@@ -501,10 +480,10 @@ class _Rank:
                 self._raise()
             sent = value(self._plan.seed, step, number, self._rank)
             self._record(number, "enter", shown(sent))
-            way = self._plan.ways.get((self._rank, number))
-            call = functools.partial(self._call, step, sent, way)
+            call = functools.partial(self._call, step, sent)
             try:
-                got = _WAYS[way](call) if way else call()
+                threaded = (self._rank, number) in self._plan.threaded
+                got = in_thread(call) if threaded else call()
             except sp.SyncError as error:
                 self._armed = False
                 self._record(number, "verdict", _facts(error))
@@ -513,9 +492,8 @@ class _Rank:
             self._armed = False
             self._record(number, "exit", got)
 
-    def _call(self, step: Step, sent: Any, way: str | None) -> Any:
-        # An exception of a signal's handler breaks Python's own pools and loops.
-        self._armed = way in (None, "thread")
+    def _call(self, step: Step, sent: Any) -> Any:
+        self._armed = True
         return make_call(step, sent, self._triggers)
 
     def _ask_again(self, number: int) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncprims.errors import format_ranks
 from syncprims.interface import Label, Topology
-from syncprims.tracing import trace_file
+from syncprims.tracing import recorder as recording
 from syncprims.tracing.reading import TraceRun, find_runs, read_run
-from syncprims.tracing.trace_file import Recorder
+from syncprims.tracing.recorder import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +77,7 @@ class Planted:
             self._add(rank, f"clock {clock}" if ahead else "same", clock)
 
     def _add(self, rank: int, clock: str, ahead: int) -> None:
-        self._patch.setattr(trace_file, "_clock", lambda host: clock)
+        self._patch.setattr(recording, "_clock", lambda host: clock)
         place = Topology(rank, self.ranks, rank, self.ranks, run_id="planted")
         recorder = self._recorders[rank] = Recorder(str(self.directory), 1 << 20, place)
         recorder.open("planted")
@@ -124,7 +124,7 @@ class Planted:
             if arrival is not None:
                 self._recorders[rank].record(
                     f"0-{self.ranks - 1}", label, arrival, arrival, until, number,
-                    outcome=late, kind=trace_file.WAITING,
+                    outcome=late, kind=recording.WAITING,
                 )  # fmt: skip
 
     def leave(self, now: int, *, ranks: Sequence[int] | None = None) -> None:

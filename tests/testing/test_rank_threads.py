@@ -11,13 +11,28 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import pytest
-from support.random_programs import in_loop, in_pool, in_thread
+from support.random_programs import in_thread
 
 import syncprims as sp
 from syncprims.testing import DeadlockError, Delay, Kill, run_world
 
 Kinds = Literal["threads", "processes"]
 both = pytest.mark.parametrize("kind", ["threads", "processes"])
+
+
+def in_pool(call: Callable[[], Any]) -> Any:
+    """Make a call in a pool's thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def in_loop(call: Callable[[], Any]) -> Any:
+    """Make a call in a thread of an event loop."""
+
+    async def main() -> Any:
+        return await asyncio.to_thread(call)
+
+    return asyncio.run(main())
 
 
 def beside_idle_thread(call: Callable[[], object]) -> None:

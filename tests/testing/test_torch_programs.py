@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import torch_programs as programs
+import support.torch_programs as programs
 
 from syncprims._system.host import free_port
 from syncprims.testing import run_world

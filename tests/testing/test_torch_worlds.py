@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -56,6 +57,7 @@ def summed() -> float:
 def test_a_group_opens_however_the_program_asks(arguments: dict[str, Any]) -> None:
     def body() -> tuple[float, str]:
         dist.init_process_group(**arguments)
+        assert len(dist.distributed_c10d._pg_map) == 1  # Fabric looks there
         found = summed(), str(dist.get_backend())
         dist.destroy_process_group()
         assert not dist.is_initialized()
@@ -519,7 +521,57 @@ def test_two_hundred_worlds_do_not_grow() -> None:
     assert grow(200) < 8 << 20
 
 
-def test_a_forgotten_argument_is_named() -> None:
-    with pytest.raises(ValueError, match="RANK expected") as caught:
-        run_world(lambda: dist.init_process_group("gloo"), 2)
+@both_kinds
+def test_a_forgotten_argument_is_named(kind: Any) -> None:
+    with pytest.raises(ValueError, match="expected, but not set") as caught:
+        run_world(lambda: dist.init_process_group("gloo"), 2, kind=kind)
     assert any("if torch=True is given" in note for note in caught.value.__notes__)
+
+
+@both_kinds
+@pytest.mark.parametrize("wrong", [False, True])
+def test_parameters_of_ddp_that_differ_are_named(kind: Any, wrong: bool) -> None:
+    def body() -> None:
+        dist.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        synced = sp.get_rank() % 2 if wrong else 1  # which micro-batch averages
+        for _ in range(2):
+            for micro in range(2):
+                sync = contextlib.nullcontext() if micro == synced else model.no_sync()
+                with sync:
+                    model(torch.full((1, 3), sp.get_rank() + micro + 1.0)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if not wrong:
+        run_world(body, 3, kind=kind, torch=True)
+        return
+    with pytest.raises(sp.RankMismatch, match=r"before its synchronizing forward pass 2: weight"):
+        run_world(body, 3, kind=kind, torch=True)
+
+
+def test_groups_in_another_order_are_named() -> None:
+    def body() -> None:
+        dist.init_process_group("gloo")
+        pairs = [[0, 1], [1, 2]]
+        groups = [dist.new_group(p) for p in (pairs[::-1] if sp.get_rank() == 0 else pairs)]
+        if sp.get_rank() < 2:
+            dist.all_reduce(torch.ones(1), group=groups[sp.get_rank() - 1])
+
+    with pytest.raises(DeadlockError, match="made and used in the same order"):
+        run_world(body, 3, torch=True)
+
+
+def test_the_line_of_a_test_that_stands_in_a_framework_is_shown() -> None:
+    path = f"{Path(torch.__file__).parent}/testing/_internal/written.py"
+    names: dict[str, Any] = {"__name__": "torch.testing._internal.written", "dist": dist}
+    exec(compile("def check():\n    dist.barrier()", path, "exec"), names)
+
+    def body() -> None:
+        dist.init_process_group("gloo")
+        if sp.get_rank():
+            names["check"]()
+
+    with pytest.raises(DeadlockError, match=r"barrier.*written\.py:2"):
+        run_world(body, 2, torch=True)

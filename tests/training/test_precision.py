@@ -18,8 +18,6 @@ from syncprims.training import Accumulator, Precision, prepare, unwrap_model
 if TYPE_CHECKING:
     from support.rank_worlds import Ranks
 
-    from syncprims.accelerate import Accelerator
-
 
 @alone
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
@@ -148,11 +146,12 @@ def test_a_loaded_state_is_scaled_as_it_was_whatever_was_given_up(world: Ranks) 
         def load(states: list[Any]) -> None:
             for part, one in zip(parts, states, strict=True):
                 part.load_state_dict(one)
+            job.accumulator.restart()
 
         job = new_job(mixed_precision="fp16", scaler={"growth_interval": 3})
         model = unit_model()
         model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        parts: list[Any] = [model, optimizer, job.accumulator, job.accumulator.precision]
+        parts: list[Any] = [model, optimizer, job.accumulator.precision]
         micro()
         begin = state()
         micro()
@@ -169,37 +168,25 @@ def test_a_loaded_state_is_scaled_as_it_was_whatever_was_given_up(world: Ranks) 
 
 
 @alone
-def test_two_windows_go_on_with_one_scale(world: Ranks) -> None:
+def test_two_windows_share_one_scale(world: Ranks) -> None:
     """An overflow in the first of them changes the scale when the other one is closed, too."""
 
     def program() -> None:
-        def begin() -> Any:
-            job = new_job(2, "fp16", scaler={"init_scale": 1024.0})
-            models = [unit_model(), unit_model()]
-            steps = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-            return job, job.prepare(*models), job.prepare(*steps)
-
-        def micro(at: int, job: Accelerator, models: Any, steps: Any) -> None:
+        job = new_job(2, "fp16", scaler={"init_scale": 1024.0})
+        models: Any = job.prepare(unit_model(), unit_model())
+        steps: Any = job.prepare(*(torch.optim.SGD(model.parameters(), lr=1.0) for model in models))
+        scales = []
+        for at in range(4):
             for number, (model, optimizer) in enumerate(zip(models, steps, strict=True)):
                 with job.accumulate(model):
                     loss = model(ones()).sum()
                     job.backward(loss * float("inf") if at == 1 and not number else loss)
                     optimizer.step()
                     optimizer.zero_grad()
-
-        first, second = begin(), begin()
-        for at in range(4):
-            micro(at, *first)
-            if at == 0:
-                parts = [
-                    [*models, *steps, job.accumulator] for job, models, steps in (first, second)
-                ]
-                for one, other in zip(*parts, strict=True):
-                    other.load_state_dict(copy.deepcopy(one.state_dict()))
-            else:
-                micro(at, *second)
-            for one, other in zip(first[1], second[1], strict=True):
-                assert numbers(one) == numbers(other)
+                assert job.scaler is not None
+                scales.append(job.scaler.get_scale())
+        assert scales == [1024.0] * 4 + [512.0] * 4
+        assert [numbers(model) for model in models] == [[-1.0], [-2.0]]
 
     world.run(program)
 

@@ -530,48 +530,12 @@ def test_reads_during_random_programs_never_say_a_wrong_thing(
     assert wrong == []
 
 
-# -- what ranks do beside their calls -------------------------------------------------------------
-
-
-def await_file(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_triggers_that_no_check_has_seen_are_shown(
-    kind: Kind, meeting_place: Path, tmp_path: Path
-) -> None:
-    def program() -> None:
-        stop, save = sp.Trigger("stop", lag=1), sp.Trigger()
-        sp.barrier()
-        if sp.get_rank() == 0:
-            stop.set_on_signal(signal.SIGUSR1)
-            os.kill(os.getpid(), signal.SIGUSR1)
-            save.set()
-        await_file(tmp_path / "check")
-        stop.check(), save.check()
-        sleep()
-
-    seen_by_no_check = ", and no check has seen it yet"
-    with running(kind, meeting_place, program):
-        seen = await_report(meeting_place, lambda r: len(r.ranks[0].beside) == 2)
-        assert [what for what, _ in seen.ranks[0].beside] == [
-            f"trigger 'stop' is set (SIGUSR1){seen_by_no_check}",
-            f"a trigger is set{seen_by_no_check}",
-        ]
-        assert seen.ranks[1].beside == []
-        assert f"ranks [0]: a trigger is set{seen_by_no_check} (" in "\n".join(text_of(seen))
-        (tmp_path / "check").touch()
-        await_report(meeting_place, lambda r: not r.ranks[0].beside)
-
-
 # -- what is said of what was read ----------------------------------------------------------------
 
 
 def view(boards: list[BoardView], size: int) -> WorldView:
     states = {rank: Status(0, None, "alive") for rank in range(size)}
-    return WorldView("run", "file", size, boards, {}, {}, states, {})
+    return WorldView("run", "file", size, boards, {}, {}, states)
 
 
 def board(calls: dict[int, tuple[int, str]], waits: dict[int, WaitView]) -> BoardView:

@@ -9,12 +9,10 @@ import pytest
 
 import syncprims as sp
 from syncprims import errors
-from syncprims._protocol.background import Background
 from syncprims._protocol.deadlock import DeadlockDetector
-from syncprims._protocol.rounds import Rounds
 from syncprims._world.registry import load_backend
 from syncprims.errors import format_ranks, name_ranks, parse_ranks
-from syncprims.interface import Board, Label, Note, Settings, Status, Topology
+from syncprims.interface import Settings, Topology
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -93,48 +91,3 @@ def test_a_deadlock_between_large_groups_is_found(
     assert len(str(found)) < 1000
     verdict = here.verdict_for(waits[0], [2])  # for a rank that looks only now
     assert str(verdict) == str(found)
-
-
-class LateBoard(Board):
-    """A board whose round takes five seconds of its own time; it counts how often ranks look."""
-
-    def __init__(self, members: Sequence[int]) -> None:
-        super().__init__(members)
-        self.time, self.looks = 0.0, 0
-
-    def now(self) -> float:
-        return self.time
-
-    def post(self, note: Note) -> None:
-        self.posted += 1
-        self.note = note
-
-    def collect(self, timeout: float | None = None) -> list[Note] | None:
-        assert timeout is not None
-        self.time += timeout
-        if self.time < 5:
-            return None
-        self.collected += 1
-        return [self.note] * len(self.members)
-
-    def status(self, rank: int) -> Status:
-        self.looks += rank == 0
-        return Status(int(rank == 0), self.note.label, "alive")
-
-    def abort(self, verdict: bytes) -> None:
-        raise AssertionError("nothing is wrong")
-
-    def verdict(self) -> None:
-        return None
-
-
-def test_many_ranks_look_at_each_other_less_often(seats: list[Any]) -> None:
-    looks: dict[int, int] = {}
-    for count in (2, 16, 128):
-        board = LateBoard(range(count))
-        rounds = Rounds(board, 0, Settings(), DeadlockDetector(seats[0]), Background(seats[0]), 0)
-        rounds.meet(Note(Label("barrier")))
-        looks[count] = board.looks
-    assert looks[2] == looks[16] > 10
-    # All of them look at all: on shared processors, that must not take longer than the round.
-    assert 1 <= looks[128] <= looks[16] / 3

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from syncprims import ConfigurationError
 from syncprims._world import scratch
 from syncprims._world.scratch import scratch_directory
 
@@ -50,16 +49,3 @@ def test_those_of_killed_processes_are_removed_and_no_others(place: Path) -> Non
         with scratch_directory("run"):
             assert living.exists()
     assert sorted(path.name for path in place.iterdir()) == ["another", "syncprims-without-lock"]
-
-
-def test_the_current_directory_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is what Python takes where it finds no other."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(scratch, "_MEMORY", "/nowhere")
-    monkeypatch.setattr(scratch, "_COMMON", ("/proc",))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(os, "access", lambda path, mode: path != "/proc")
-    said = "no place for temporary files, tried /nowhere"
-    with pytest.raises(ConfigurationError, match=said), scratch_directory("run"):
-        pass
-    assert not any(tmp_path.iterdir())

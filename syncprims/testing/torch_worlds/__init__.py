@@ -8,29 +8,35 @@ need no torch.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import pickle
 import tempfile
+import weakref
+import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 
 from syncprims import errors
+from syncprims._data.arrays import raw
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims._system.host import free_port
 from syncprims._world.group import rounds_of
 from syncprims._world.runtime import current
 from syncprims._world.world import World, wait_any
 from syncprims.c10d import serve_every_backend
+from syncprims.c10d.tensors import items_of
 from syncprims.c10d.torch_internals import (
+    before_ddp_forward,
     dist,
     forget_group_names,
     replaced_rendezvous,
     threads_as_processes,
+    without_modes,
 )
 from syncprims.interface import Board, Label
 from syncprims.testing.faults import current_target
@@ -39,6 +45,24 @@ from syncprims.testing.orders import Mode
 from .rank_globals import RankGlobals, make_fresh_process
 
 # -- the store -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _shared(path: Path) -> Generator[dict[Any, Any]]:
+    """Return a context with the dictionary in a file; what it is at the end is written.
+
+    No other rank reads or changes it meanwhile.
+    """
+    with path.open("a+b") as file:
+        filelock.lock_descriptor(file.fileno(), poll_interval=0.0005)  # until it is closed
+        file.seek(0)
+        before = file.read()
+        values: dict[Any, Any] = pickle.loads(before) if before else {}
+        yield values
+        after = pickle.dumps(values)
+        if after != before:
+            file.truncate(0)
+            file.write(after)
 
 
 class _WorldStore(dist.Store):  # type: ignore[misc]
@@ -58,20 +82,9 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _values(self) -> Generator[dict[str, bytes]]:
-        """Return what the keys have; what the block has made of that is written at its end.
-
-        No other rank reads or changes it meanwhile.
-        """
-        with self._path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            before = file.read()
-            stores: dict[int, dict[str, bytes]] = pickle.loads(before) if before else {}
+        """Return a context with what the keys have; what it is at the end is written."""
+        with _shared(self._path) as stores:
             yield stores.setdefault(self._number, {})
-            after = pickle.dumps(stores)
-            if after != before:
-                file.truncate(0)
-                file.write(after)
 
     @contextlib.contextmanager
     def _turn(self, mode: Mode, *keys: str) -> Generator[dict[str, bytes]]:
@@ -248,10 +261,59 @@ class _Rendezvous:
         return stores[-1], world.rank, world.world_size
 
 
+class _SameParameters:
+    """Compares the parameters of each DDP model between ranks before its synchronizing passes.
+
+    DDP assumes that they are equal, and trains on in silence where they are not. There is no round
+    for it: the first rank leaves digests, and each other one compares its own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._models: dict[int, int] = {}  # how many each rank has, in the order of their use
+        self._passes = weakref.WeakKeyDictionary[Any, tuple[int, int]]()  # number of model and pass
+
+    def __call__(self, model: Any) -> None:
+        """Compare.
+
+        :raises RankMismatch: if parameters differ from those of another rank.
+        """
+        rank, ranks = current().rank, dist.get_process_group_ranks(model.process_group)
+        number, passed = self._passes.get(model, (self._models.setdefault(rank, 0), 0))
+        if not passed:
+            self._models[rank] += 1
+        self._passes[model] = number, passed + 1
+        with without_modes():
+            mine = {
+                name: zlib.crc32(raw(items_of(parameter)))
+                for name, parameter in model.module.named_parameters()
+                if type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
+            }
+        place = ("parameters", *ranks, number, passed)
+        with _shared(self._path) as values:
+            first, theirs, compared = values.pop(place, (rank, mine, 0))
+            if compared + 1 < len(ranks):
+                values[place] = first, theirs, compared + 1
+        names = [name for name, digest in mine.items() if theirs.get(name, digest) != digest]
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
+            raise errors.RankMismatch(
+                f"a DDP model has other parameters on rank {rank} than on rank {first} before its "
+                f"synchronizing forward pass {passed + 1}: {shown}. DDP averages gradients only. "
+                f"Look for a no_sync() or an optimizer step that not all ranks make, or a rank "
+                f"that changes parameters by itself",
+                rank=rank,
+            )
+
+
 @contextlib.contextmanager
 def _serve(store: Path) -> Generator[None]:
     """Serve, within the block, every group that this process opens; `store` is a file."""
-    with replaced_rendezvous(_Rendezvous(store)), serve_every_backend():
+    with (
+        replaced_rendezvous(_Rendezvous(store)),
+        serve_every_backend(),
+        before_ddp_forward(_SameParameters(store)),
+    ):
         yield
 
 

@@ -13,6 +13,8 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -25,18 +27,16 @@ from syncprims.c10d.torch_internals import PROCESS_ATTRIBUTES
 class RankGlobals:
     """The globals of each rank; the process has those of the rank that was entered last.
 
-    They are parts with three methods. ``fresh(rank)`` returns what a rank begins with, ``save()``
-    what is there now, and ``load()`` puts either there. A module that a rank imports is seen at the
-    next turn.
+    A module that a rank imports is seen at the next turn.
     """
 
     def __init__(self, environs: Sequence[Mapping[str, str]]) -> None:
-        self._parts: list[Any] = [
-            _Environment(environs),
-            _PythonRandom(),
-            _NumpyRandom(),
-            _TorchGlobals(),
-            _ModuleHooks(),
+        self._parts = [
+            _environment(environs),
+            _python_random(),
+            _numpy_random(),
+            _torch_globals(),
+            _module_hooks(),
         ]
         self._awaited = list(_ATTRIBUTES)  # of modules that have not been imported
         self._modules = 0  # how many had been, at the last look
@@ -60,12 +60,12 @@ class RankGlobals:
             part.load(value)
         self._here = rank
 
-    def _find_parts(self) -> list[Any]:
+    def _find_parts(self) -> list[_Part]:
         """Add the attributes of modules that have been imported meanwhile, and return them."""
         self._modules = len(sys.modules)
-        found = {given: _find(*given) for given in self._awaited}
-        self._awaited = [given for given, attribute in found.items() if attribute is None]
-        new: list[Any] = [attribute for attribute in found.values() if attribute is not None]
+        parts = {given: _find_attribute(*given) for given in self._awaited}
+        self._awaited = [given for given, part in parts.items() if part is None]
+        new = [part for part in parts.values() if part is not None]
         self._parts += new
         return new
 
@@ -73,36 +73,30 @@ class RankGlobals:
 def make_fresh_process(rank: int) -> None:
     """Give this forked process the attributes of a new one, in place of those of its parent."""
     for given in _ATTRIBUTES:
-        attribute = _find(*given)
-        if attribute is not None:
-            attribute.load(attribute.fresh(rank))
+        part = _find_attribute(*given)
+        if part is not None:
+            part.load(part.fresh(rank))
 
 
-class Attribute(NamedTuple):
-    """An attribute of a module, or of a class or function in it."""
+@dataclass(frozen=True)
+class _Part:
+    """Something of which a process has one."""
 
-    owner: Any
-    name: str
-    fresh: Callable[[int], Any]  #: returns what a new process has there; it takes the rank
-
-    def save(self) -> Any:
-        """Return the value, and no descriptor's."""
-        return self.owner.__dict__[self.name]
-
-    def load(self, kept: Any) -> None:
-        """Set the value."""
-        setattr(self.owner, self.name, kept)
+    fresh: Callable[[int], Any]  #: returns what a rank begins with
+    save: Callable[[], Any]  #: returns what is there now
+    load: Callable[[Any], None]  #: puts either there
 
 
-def _find(module: str, dotted: str, make: Callable[[int], Any]) -> Attribute | None:
+def _find_attribute(module: str, dotted: str, fresh: Callable[[int], Any]) -> _Part | None:
     """Return an attribute, unless its module has not been imported or does not have it."""
     path, _, name = dotted.rpartition(".")
     try:
-        found = sys.modules[module]
-        owner = attrgetter(path)(found) if path else found
-        return Attribute(owner, name, make) if name in vars(owner) else None
+        owner: Any = attrgetter(path)(sys.modules[module]) if path else sys.modules[module]
+        vars(owner)[name]
     except (KeyError, AttributeError):
         return None
+    # The value itself, and no descriptor's.
+    return _Part(fresh, lambda: vars(owner)[name], partial(setattr, owner, name))
 
 
 _ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
@@ -116,25 +110,16 @@ _ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
 )
 
 
-class _Environment:
-    """``os.environ``, and what programs in C and child processes see of it."""
+def _environment(environs: Sequence[Mapping[str, str]]) -> _Part:
+    """Return ``os.environ``, and what programs in C and child processes see of it."""
+    environ: Any = os.environ
 
-    def __init__(self, environs: Sequence[Mapping[str, str]]) -> None:
-        environ: Any = os.environ
-        self._environ = environ
-        self._fresh = [
-            {environ.encodekey(name): environ.encodevalue(value) for name, value in one.items()}
-            for one in environs
-        ]
+    def fresh(rank: int) -> Any:
+        pairs = environs[rank].items()
+        return {environ.encodekey(name): environ.encodevalue(value) for name, value in pairs}
 
-    def fresh(self, rank: int) -> Any:
-        return self._fresh[rank]
-
-    def save(self) -> Any:
-        return self._environ._data
-
-    def load(self, kept: Any) -> None:
-        before, self._environ._data = self._environ._data, kept
+    def load(kept: Any) -> None:
+        before, environ._data = environ._data, kept
         for name in before.keys() | kept.keys():
             value = kept.get(name)
             if value is None:
@@ -142,59 +127,44 @@ class _Environment:
             elif value != before.get(name):
                 os.putenv(name, value)
 
-
-class _PythonRandom:
-    """The global generator of Python, which gives each forked process other numbers."""
-
-    def __init__(self) -> None:
-        outer = random.Random()
-        outer.setstate(random.getstate())
-        self._seed = outer.getrandbits(64)
-
-    def fresh(self, rank: int) -> Any:
-        return random.Random(self._seed + rank).getstate()
-
-    def save(self) -> Any:
-        return random.getstate()
-
-    def load(self, kept: Any) -> None:
-        random.setstate(kept)
+    return _Part(fresh, lambda: environ._data, load)
 
 
-class _TorchGlobals:
-    """The global generator and the default dtype of torch; a default device is a thread's own."""
+def _python_random() -> _Part:
+    """Return the global generator of Python, which gives each forked process other numbers."""
+    outer = random.Random()
+    outer.setstate(random.getstate())
+    seed = outer.getrandbits(64)
+    return _Part(
+        lambda rank: random.Random(seed + rank).getstate(), random.getstate, random.setstate
+    )
 
-    def __init__(self) -> None:
-        self._begin = self.save()
 
-    def fresh(self, rank: int) -> Any:
-        return self._begin
+def _torch_globals() -> _Part:
+    """Return torch's global generator and default dtype; a default device is a thread's own."""
 
-    def save(self) -> Any:
+    def save() -> Any:
         return torch.default_generator.get_state(), torch.get_default_dtype()
 
-    def load(self, kept: Any) -> None:
+    def load(kept: Any) -> None:
         state, dtype = kept
         torch.default_generator.set_state(state)
         if dtype is not torch.get_default_dtype():
             torch.set_default_dtype(dtype)
 
+    begin = save()
+    return _Part(lambda rank: begin, save, load)
 
-class _ModuleHooks:
-    """The hooks of all modules of torch: what a test has registered holds for each rank."""
 
-    def __init__(self) -> None:
-        self._module: dict[str, Any] = torch.nn.modules.module.__dict__
-        self._begin = {k: v for k, v in self._module.items() if k.startswith("_global_")}
-
-    def fresh(self, rank: int) -> Any:
-        return {name: copy.copy(value) for name, value in self._begin.items()}
-
-    def save(self) -> Any:
-        return {name: self._module[name] for name in self._begin}
-
-    def load(self, kept: Any) -> None:
-        self._module.update(kept)
+def _module_hooks() -> _Part:
+    """Return the hooks of all modules of torch: what a test has registered holds for each rank."""
+    module: dict[str, Any] = torch.nn.modules.module.__dict__
+    begin = {k: v for k, v in module.items() if k.startswith("_global_")}
+    return _Part(
+        lambda rank: {name: copy.copy(value) for name, value in begin.items()},
+        lambda: {name: module[name] for name in begin},
+        module.update,
+    )
 
 
 _numpy: Any = numpy.random  # its types leave some functions out
@@ -208,31 +178,30 @@ class _NumpyState(NamedTuple):
     whole: dict[str, Any] | None  #: the state with the second number of a pair, if there is one
 
 
-class _NumpyRandom:
-    """The global generator of numpy: each rank has a bit generator of its own."""
+_NUMPY_SIZE = 2500  # bytes of the state of an MT19937
 
-    _SIZE = 2500  # bytes of the state of an MT19937
 
-    def __init__(self) -> None:
-        self._loaded: _NumpyState | None = None
-        self._begin = self.save()
+def _numpy_random() -> _Part:
+    """Return the global generator of numpy: each rank has a bit generator of its own."""
+    loaded: _NumpyState | None = None
 
-    def fresh(self, rank: int) -> Any:
-        return self._begin._replace(bits=copy.deepcopy(self._begin.bits))
-
-    def save(self) -> Any:
-        bits, last = _numpy.get_bit_generator(), self._loaded
+    def save() -> Any:
+        bits = _numpy.get_bit_generator()
         memory = None
         if isinstance(bits, numpy.random.MT19937):
-            memory = ctypes.string_at(bits.ctypes.state_address, self._SIZE)
+            memory = ctypes.string_at(bits.ctypes.state_address, _NUMPY_SIZE)
         # To read the whole state takes 25 us, and few programs use it.
-        if last and (last.bits, last.memory, last.whole) == (bits, memory, None) and memory:
-            return last
+        if loaded and memory and loaded == (bits, memory, None):
+            return loaded
         state: Any = _numpy.get_state(legacy=False)
         return _NumpyState(bits, memory, state if state["has_gauss"] else None)
 
-    def load(self, kept: Any) -> None:
+    def load(kept: Any) -> None:
+        nonlocal loaded
         _numpy.set_bit_generator(kept.bits)  # there is no second number then
         if kept.whole is not None:
             _numpy.set_state(kept.whole)
-        self._loaded = kept
+        loaded = kept
+
+    begin = save()
+    return _Part(lambda rank: begin._replace(bits=copy.deepcopy(begin.bits)), save, load)

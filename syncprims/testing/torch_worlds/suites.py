@@ -7,14 +7,20 @@ raises is what suites expect of the launcher. What no world can serve is left to
 from __future__ import annotations
 
 import importlib
+import io
 import os
+import pickle
 import re
+import sys
 import threading
 import traceback
 import unittest
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
+
+import torch
 
 from syncprims._world.runtime import current
 from syncprims.errors import BackendUnavailable
@@ -33,6 +39,57 @@ class _Exited(Exception):
         self.code = code
 
 
+class _Copier(pickle.Pickler):
+    """Pickles what a process would get as a copy of its own; what stays shared is in `shared`."""
+
+    def __init__(self, file: io.BytesIO, *, spawned: bool) -> None:
+        super().__init__(file)
+        self.shared: list[Any] = []
+        self._numbers: dict[int, int] = {}  # of objects, by their id
+        self._spawned = spawned
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """Return the number of a queue or the like, or of a tensor in shared memory."""
+        if type(obj) in (torch.Tensor, torch.nn.Parameter):
+            if self._spawned and obj.device.type == "cpu":
+                obj.share_memory_()  # as the pickler of torch does
+            if not obj.is_shared():
+                return None
+        elif not type(obj).__module__.startswith("multiprocessing"):
+            return None
+        number = self._numbers.setdefault(id(obj), len(self.shared))
+        if number == len(self.shared):
+            self.shared.append(obj)
+        return number
+
+
+class _Restorer(pickle.Unpickler):
+    def __init__(self, data: bytes, shared: list[Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._shared = [_alias(one) if isinstance(one, torch.Tensor) else one for one in shared]
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._shared[pid]
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor with the same memory, which has its own gradient."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor.detach(), tensor.requires_grad)
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _copies(objects: Any, count: int, *, spawned: bool) -> list[Any]:
+    """Return copies as processes would have them; the objects themselves if they have no pickle."""
+    file = io.BytesIO()
+    copier = _Copier(file, spawned=spawned)
+    try:
+        copier.dump(objects)
+    except Exception:  # as of a function within a function, which a forked process inherits
+        return [objects] * count
+    return [_Restorer(file.getvalue(), copier.shared).load() for _ in range(count)]
+
+
 class Suites:
     """Serves the launchers of suites until it is closed, and counts what ran where."""
 
@@ -44,7 +101,6 @@ class Suites:
         self._undo: list[Callable[[], None]] = []
         self._serve_start_processes()
         self._serve_elastic_launch()
-        self._serve_test_bases()
 
     def close(self) -> None:
         """Put the launchers back."""
@@ -58,15 +114,25 @@ class Suites:
         self._undo.append(lambda: setattr(owner, name, before))
         return before
 
-    def _run(self, program: Callable[[int], Any], ranks: int) -> list[Any]:
+    def _run(
+        self, program: Callable[[int], Any], ranks: int, *, torchrun: bool = False
+    ) -> list[Any]:
         """Return what ``program(rank)`` returns on each rank.
+
+        The ranks have the variables of this process; with `torchrun`, also those of a worker.
 
         :raises _Exited: if a rank calls ``sys.exit`` with a code other than 0.
         """
         self.in_worlds += 1
         results: list[Any] = []
+        variables = dict(os.environ)
 
         def run() -> Any:
+            if not torchrun:
+                for name in os.environ.keys() - variables.keys():
+                    if not name.startswith("SYNCPRIMS_"):
+                        del os.environ[name]
+                os.environ.update(variables)
             try:
                 result = program(current().rank)
             except SystemExit as end:
@@ -100,8 +166,15 @@ class Suites:
             if not join:
                 self.left_alone["the processes are not joined at once"] += 1
                 return before(fn, args, nprocs, join, *rest, **named)
+            start_method = rest[1] if len(rest) > 1 else named.get("start_method", "spawn")
+            copies = _copies((fn, args), nprocs, spawned=start_method != "fork")
+
+            def program(rank: int) -> None:
+                mine, its_args = copies[rank]
+                mine(rank, *its_args)
+
             try:
-                self._run(lambda rank: fn(rank, *args), nprocs)
+                self._run(program, nprocs)
             except BackendUnavailable as error:
                 self.left_alone[str(error)] += 1
                 return before(fn, args, nprocs, join, *rest, **named)
@@ -128,8 +201,10 @@ class Suites:
             if not callable(entry) or config.max_nodes > 1:
                 self.left_alone["elastic_launch of a command, or of several nodes"] += 1
                 return before(launch, *args)
+            ranks = config.nproc_per_node
+            copies = _copies(args, ranks, spawned=True)
             try:
-                results = self._run(lambda _: entry(*args), config.nproc_per_node)
+                results = self._run(lambda rank: entry(*copies[rank]), ranks, torchrun=True)
             except BackendUnavailable as error:
                 self.left_alone[str(error)] += 1
                 return before(launch, *args)
@@ -141,11 +216,10 @@ class Suites:
 
     # -- torch's own bases of tests ---------------------------------------------------------------
 
-    def _serve_test_bases(self) -> None:
-        try:
-            base = importlib.import_module("torch.testing._internal.common_distributed")
-        except ImportError as error:  # it needs packages that torch does not
-            self.left_alone[f"torch's bases of tests cannot be imported: {error}"] += 1
+    def serve_test_bases(self) -> None:
+        """Serve these, if the suite has imported them: the import changes settings of torch."""
+        base: Any = sys.modules.get("torch.testing._internal.common_distributed")
+        if base is None:
             return
         skips = {skip.exit_code: skip.message for skip in base.TEST_SKIPS.values()}
 
@@ -181,6 +255,8 @@ class Suites:
         join = self._replace(base.MultiProcessTestCase, "_join_processes", join_processes)
         if self._kind == "threads":
             self._serve_threaded_bases(base.MultiThreadedTestCase, skips)
+        if hasattr(base, "MultiProcContinuousTest"):  # not in torch 2.6
+            self._serve_continuous_base(base.MultiProcContinuousTest, skips)
 
     def _serve_threaded_bases(self, base: Any, skips: Mapping[Any, str]) -> None:
         def join_threads(cls: Any, _: object, fn: Any) -> None:
@@ -211,6 +287,41 @@ class Suites:
         self._replace(base, "_spawn_threads", spawn_threads)
         self._replace(base, "_join_threads", classmethod(join_threads))  # type: ignore[arg-type]
 
+    def _serve_continuous_base(self, base: Any, skips: Mapping[Any, str]) -> None:
+        """Serve the base whose processes run all tests of a class: each test gets a world."""
+
+        def spawn_processes(cls: Any, world_size: int) -> None:
+            def program(name: str, rank: int) -> None:
+                places = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+                own: Any = type(cls.__name__, (cls,), {**places, "rank": rank})
+                dist: Any = importlib.import_module("torch.distributed")
+                dist.init_process_group(own.backend_str(), timeout=own.timeout)
+                own.pg = dist.group.WORLD
+                try:
+                    own._run_test_given_id(name)
+                finally:
+                    _destroy_groups()
+
+            def run(name: str) -> Any:
+                try:
+                    self._run_test(partial(program, name), world_size, skips, "Process")
+                except BackendUnavailable as error:
+                    self.left_alone[str(error)] += 1
+                    start(cls, world_size)
+                    for queue in cls.task_queues:
+                        queue.put(name)
+                    results = [queue.get() for queue in cls.completion_queues]
+                    return next((r for r in results if isinstance(r, BaseException)), name)
+                except Exception as error:
+                    return error
+                return name
+
+            cls.rdvz_file = ""
+            cls.processes = cls.task_queues = cls.completion_queues = [_Process(run)]
+
+        method: Any = classmethod(spawn_processes)
+        start = self._replace(base, "_spawn_processes", method).__func__
+
     def _run_test(
         self, program: Callable[[int], Any], ranks: int, skips: Mapping[Any, str], what: str
     ) -> None:
@@ -228,6 +339,24 @@ class Suites:
             raise RuntimeError(
                 f"{what} {_rank_of(error)} exited with exception:\n{text}"
             ) from error
+
+
+class _Process:
+    """What such a base takes for a process and its two queues."""
+
+    def __init__(self, run: Callable[[str], Any]) -> None:
+        self._run = run
+
+    def put(self, name: str | None) -> None:
+        """Take the name of the next test; None after the last one."""
+        self._name = name
+
+    def get(self, timeout: float) -> Any:
+        """Run that test, and return its name or what it raised."""
+        return self._run(self._name or "")
+
+    def join(self) -> None:
+        """Return: there is no process."""
 
 
 def _rank_of(error: BaseException) -> int:

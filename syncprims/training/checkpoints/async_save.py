@@ -1,12 +1,8 @@
 """A save that runs in a thread beside the training, and the handle of any save.
 
-In such a save the ranks cannot communicate with collectives: they are training. So each rank writes
-a file that reports the outcome of its part, and the leading rank looks until all are there.
-
-An empty file, the leading rank's own report, says that it is waiting. When it gives up, it removes
-that file first, and then everything that the save has made. When it has all reports, it removes
-that file last. So a rank that finds this file gone, and its own report still there, knows that the
-save was abandoned.
+The threads of all ranks write and commit together as :meth:`Save.run` does. They meet at a board of
+their own: the ranks meet at others meanwhile. In a world of threads ranks take turns, and the save
+is made at once.
 """
 
 # pyright: reportPrivateUsage=false
@@ -16,18 +12,18 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-import time
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from syncprims import CheckpointError, current
-from syncprims._world.runtime import announce_activity, get_active_group
+from syncprims._world.group import Group, rounds_of
+from syncprims._world.runtime import get_active_group
+from syncprims._world.world import open_rounds
 
-from . import filesystem, integrity
-from .commit import removed_by_others
-from .coordination import attempt, cleanup_on_error, combine, coordinate, message_of
+from . import filesystem
+from .coordination import attempt, cleanup_on_error, coordinate
 from .safetensors_file import in_huge_pages
 
 if TYPE_CHECKING:
@@ -36,30 +32,23 @@ if TYPE_CHECKING:
     from .commit import Save
 
 _KEY = "training.saving"  # of the save in progress, among the world's extras
-_WAIT = "Saving.wait"  # the call under whose name ranks wait for each other
-_GRACE = 60.0  # seconds that a program that has ended waits for the other ranks
+_GROUPS = "training.saving.groups"  # of the threads, by epoch and ranks
 
 
 def start_save(save: Save, lock: contextlib.ExitStack) -> Saving:
-    """Copy what this rank writes, and return while a thread writes it.
-
-    Then the thread closes `lock`, or after a failure the call that waits for it.
-    """
-    extras = current().extras
+    """Copy what this rank writes, and return while a thread writes it and then closes `lock`."""
+    saving = Saving(save.place.path, save)
 
     def copy() -> None:
-        if save.leads:
-            filesystem.write_small(save.report_path(0), b"")
         own = save.each_own_file(lambda _, tensors: _copy_to_host(tensors))
         save.files = [file._replace(tensors=own.get(file.name, {})) for file in save.files]
 
     def clean_up() -> None:
-        if save.leads and not is_saving(extras):
+        if save.leads and not saving.begun:
             save.abandon()
 
     with cleanup_on_error(save.doing, clean_up):
         coordinate(save.doing, copy)
-        saving = extras[_KEY] = Saving(save.place.path, save)
         saving._start(lock)
     return saving
 
@@ -70,14 +59,8 @@ def finish_earlier() -> None:
     :raises CheckpointError: if it has failed.
     """
     earlier = current().extras.get(_KEY)
-    if isinstance(earlier, Saving) and not earlier._give_up():
-        earlier.wait()
-
-
-def is_saving(extras: Mapping[str, Any]) -> bool:
-    """Return whether a world has a save that a thread has begun and no call has waited for."""
-    saving = extras.get(_KEY)
-    return isinstance(saving, Saving) and saving.begun
+    if isinstance(earlier, Saving) and earlier._end():
+        earlier._outcome.result()
 
 
 class Saving:
@@ -90,12 +73,9 @@ class Saving:
         if save is None:
             return
         self._save = save
-        self._group = get_active_group()  # wait() uses it, wherever it is called
         self._epoch = current().epoch
-        self._written: Future[Any] = Future()
-        self._committed: Future[None] = Future()
-        self._cancelled = threading.Event()
-        self._abandoned = False
+        self._group = _group_of_threads()
+        self._outcome: Future[None] = Future()
         # Not a daemon: a program that ends lets its last checkpoint finish.
         self._thread = threading.Thread(
             target=contextvars.copy_context().run,  # of the same rank
@@ -109,8 +89,12 @@ class Saving:
     def _start(self, lock: contextlib.ExitStack) -> None:
         """Start to write, and own `lock`."""
         self._lock = lock.pop_all()
+        current().extras[_KEY] = self
         self.begun = True  # first: a signal handler may raise in `start`, and the thread runs on
-        self._thread.start()
+        if rounds_of(self._group).board.virtual_time:
+            self._run()
+        else:
+            self._thread.start()
 
     @property
     def done(self) -> bool:
@@ -122,138 +106,51 @@ class Saving:
 
         :raises CheckpointError: on all ranks, if a rank's part has failed; once.
         """
-        extras = current().extras
-        if extras.get(_KEY) is not self:
+        if current().extras.get(_KEY) is not self:
             return  # it was complete, or an earlier call has waited
-        doing = self._save.doing
-        if self._give_up():
+        if not self._end():
             raise CheckpointError(
-                f"{doing} was under way when a rank was lost, and counts as not made: save again",
+                f"{self._save.doing} was under way when a rank was lost, and counts as not made: "
+                f"save again",
                 path=self.path,
             )
-        del extras[_KEY]
-        wait([self._written])
-        with self._lock, self._group, cleanup_on_error(doing, self._cancel):
-            coordinate(doing, self._written.result, call=_WAIT)
-            self._join()
-            coordinate(doing, self._committed.result, call=_WAIT)
+        self._outcome.result()
 
-    def _give_up(self) -> bool:
-        """Return whether the ranks of this save have changed since; then nothing is left of it."""
-        if self._epoch == current().epoch:
-            return False
-        del current().extras[_KEY]
-        with self._lock:
-            self._cancel()
-        return True
+    def _end(self) -> bool:
+        """Return when the thread has ended: whether the ranks are still those that began to save.
 
-    def _cancel(self) -> None:
-        self._cancelled.set()
-        self._join()
-        if self._abandoned:
-            self._save.abandon()  # once more: now all ranks have stopped writing
-
-    def _join(self) -> None:
-        """Return when the thread has done everything it has to."""
+        Otherwise a rank was lost, which has ended the save everywhere.
+        """
         # If `join` raises, as a signal handler may, Python up to 3.12 forgets the running thread,
         # and does not wait for it at exit.
-        wait([self._committed])
-        self._thread.join()
-
-    # -- in the thread ----------------------------------------------------------------------------
+        wait([self._outcome])
+        if self._thread.ident is not None:
+            self._thread.join()
+        del current().extras[_KEY]
+        return self._epoch == current().epoch
 
     def _run(self) -> None:
         save = self._save
-        announce_activity(self, f"{save.doing} in the background")
-        outcome = attempt(save.write)
-        attempt(lambda: self._end_writing(outcome), self._written)
-        attempt(lambda: self._commit(outcome), self._committed)
-        error = self._committed.exception() or self._written.exception()
+        with self._lock, self._group:
+            outcome = attempt(save.run)
+        error = outcome.exception()
         if error is not None:  # the program may end without calling wait()
             filesystem.LOG.error("%s, in the background, has failed: %s", save.doing, error)
-        announce_activity(self, None)
-
-    def _end_writing(self, outcome: Future[Any]) -> Any:
-        save = self._save
-        if outcome.exception() is not None:
-            save.remove_own_files()
-        if not save.leads:
-            if outcome.exception() is not None and not _is_awaited(save):
-                return None  # the leading rank has failed, and removed what this one wrote to
-            _report(save, message_of(outcome))
-        return outcome.result()
-
-    def _commit(self, outcome: Future[Any]) -> None:
-        save = self._save
-        if not save.leads:
-            return
-        try:
-            reports = _collect_reports(save, message_of(outcome), self._cancelled)
-            written = combine(save.doing, reports, outcome.exception())
-        except BaseException:
-            self._abandoned = True
-            save.abandon()
-            raise
-        save.commit(written)
-        self._lock.close()
+        if error is None:
+            self._outcome.set_result(None)
+        else:
+            self._outcome.set_exception(error)
 
 
-def _is_awaited(save: Save) -> bool:
-    """Return whether the leading rank waits for reports."""
-    return filesystem.exists(save.report_path(0))
-
-
-def _report(save: Save, message: dict[str, Any]) -> None:
-    """Report the outcome of this rank's part to the leading rank.
-
-    If that has given up, nothing is left of the save, and the leading rank raises the reason.
-    """
-    part, report = (save.report_path(save.number, suffix) for suffix in ("-part", ""))
-    try:
-        filesystem.write_small(part, integrity.dump_sealed(message))
-        filesystem.rename(part, report)
-    except Exception:
-        filesystem.remove_or_log(part)
-        if _is_awaited(save):
-            raise
-        return  # the directory was removed meanwhile
-    with contextlib.suppress(OSError):  # the report is written: not an error of this rank
-        # Remove it, and do not only look: what a network file system shows may be gone, and only
-        # one rank can remove a file.
-        if not _is_awaited(save) and filesystem.remove(report):
-            save.abandon()
-
-
-def _collect_reports(
-    save: Save, own: dict[str, Any], cancelled: threading.Event
-) -> list[dict[str, Any]]:
-    """Return the reports of all ranks once they are there, and remove their files.
-
-    :raises CheckpointError: if the save is cancelled, or this program ended long ago.
-    """
-    doing, ranks = save.doing, save.ranks
-    reports = {save.number: own}
-    pause, ended = 0.005, 0.0
-    while True:
-        for index in range(len(ranks)):
-            path = save.report_path(index)
-            if index not in reports and filesystem.exists(path):
-                reports[index] = integrity.load_sealed(path)
-        if len(reports) == len(ranks):
-            break
-        if cancelled.wait(pause):
-            raise CheckpointError(f"{doing}: given up, since a rank's part has failed")
-        if not _is_awaited(save):
-            raise removed_by_others(doing, f"{save.place.folder} or files in it")
-        pause = min(2 * pause, 0.1)
-        if not threading.main_thread().is_alive():
-            ended = ended or time.monotonic()
-            if time.monotonic() - ended > _GRACE:
-                late = [rank for index, rank in enumerate(ranks) if index not in reports]
-                raise CheckpointError(f"{doing}: ranks {late} have not finished their part")
-    for index in sorted(reports, reverse=True):  # the leading rank's last
-        filesystem.remove(save.report_path(index))
-    return [reports[index] for index in sorted(reports)]
+def _group_of_threads() -> Group:
+    """Return the active group's ranks, as a group in which only their threads meet."""
+    world, active = current(), get_active_group()
+    groups: dict[tuple[int, tuple[int, ...]], Group] = world.extras.setdefault(_GROUPS, {})
+    key = world.epoch, active.ranks
+    if key not in groups:
+        rounds = open_rounds(world, active.ranks, "saves in the background")
+        groups[key] = Group(active.ranks, world.rank, rounds, None)
+    return groups[key]
 
 
 def _copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -325,20 +325,11 @@ class Save:
 
     def abandon(self) -> None:
         """Remove everything that a failed save has made. The leading rank does it first."""
-        filesystem.remove_or_log(self.report_path(0))
         self.place.remove()
         if not self.place.is_new:
             names, ending = {file.name for file in self.files}, self.place.token
             folder = self.place.folder
             filesystem.remove_each_or_log(folder, lambda n: n in names or n.endswith(ending))
-
-    def report_path(self, index: int, suffix: str = "") -> str:
-        """Return the file in which the rank of this index reports to the leading rank.
-
-        Only saves in the background use it. The leading rank's own says that it waits for reports.
-        """
-        name = temporary(f"{self.head}.report-{index}{suffix}", self.place.token)
-        return f"{self.place.folder}/{name}"
 
     def commit(self, written: Sequence[Digests]) -> None:
         """Make the new files the current ones. Only the leading rank calls this."""
@@ -354,7 +345,10 @@ class Save:
             names = filesystem.names(folder)
             lost = digests.keys() - set(names)
             if lost:
-                raise removed_by_others(self.doing, f"{folder}/{min(lost)}")
+                raise CheckpointError(
+                    f"{self.doing}: another save, or a person, has removed {folder}/{min(lost)} "
+                    f"while ranks still wrote there"
+                )
             preferred = [n for n in self.heads[: self.heads.index(self.head)] if n in names]
             for name in preferred[1:]:  # hidden by the first of them: no reader reads these now
                 filesystem.remove(f"{path}/{name}")
@@ -369,8 +363,7 @@ class Save:
             current = {self.head, *digests}
 
             def is_old(name: str) -> bool:
-                final = final_name(name).partition(".report-")[0]
-                left = final in self.heads  # by a killed save
+                left = final_name(name) in self.heads  # by a killed save
                 return left or (name not in current and self.is_ours(name))
 
             filesystem.remove_each_or_log(folder, is_old)
@@ -406,13 +399,6 @@ def planned(
         save.place = Place(*prepared[0])
         save.assign(summaries)
         yield save
-
-
-def removed_by_others(doing: str, what: str) -> CheckpointError:
-    """Return the error for a save whose files are gone: its checkpoint could not be loaded."""
-    return CheckpointError(
-        f"{doing}: another save, or a person, has removed {what} while ranks still wrote there"
-    )
 
 
 def commit(

@@ -63,9 +63,9 @@ def meet(doing: str, path: str = "") -> list[int]:
     return [member[0] for member in members]
 
 
-def attempt(part: Callable[[], T], done: Future[T] | None = None) -> Future[T]:
+def attempt(part: Callable[[], T]) -> Future[T]:
     """Return what ``part()`` returns or raises, as a future that is done."""
-    done = Future() if done is None else done
+    done: Future[T] = Future()
     try:
         done.set_result(part())
     except Exception as error:
@@ -90,13 +90,11 @@ def coordinate(
     doing: str,
     part: Callable[[], T],
     summarize: Callable[[T], Any] = lambda result: result,
-    *,
-    call: str = "",
 ) -> tuple[T, list[Any]]:
     """Run ``part()`` on every rank; return its result, and the ranks' summaries in rank order.
 
-    `part` does not communicate. There is no timeout. Ranks wait under the name `call`, by default
-    the first word of `doing`.
+    `part` does not communicate. There is no timeout. Ranks wait under the name of the
+    call, the first word of `doing`.
 
     :raises CheckpointError: the same on all ranks, if `part` raised on any.
     """
@@ -107,7 +105,7 @@ def coordinate(
         return summarize(results[0])
 
     outcome = attempt(both)
-    messages = gather_as(get_active_group(), call or _call_name(doing), message_of(outcome))
+    messages = gather_as(get_active_group(), _call_name(doing), message_of(outcome))
     summaries = combine(doing, messages, outcome.exception())
     return results[0], summaries
 

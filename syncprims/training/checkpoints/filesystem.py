@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import stat
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,8 +22,11 @@ LOG = logging.getLogger("syncprims")
 _LONGEST = 512 << 20  # bytes of a file that is read as a whole
 _WRITEBACK = 16 << 20  # bytes after which the kernel is asked to start writing to the disk
 
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not block
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_WINDOWS = sys.platform == "win32"
+_BINARY: int = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)  # systems lack some flags
+_NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)
+_READ = os.O_RDONLY | _BINARY | getattr(os, "O_NONBLOCK", 0)  # opening a FIFO must not block
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | _BINARY
 
 
 @contextlib.contextmanager
@@ -88,7 +91,11 @@ class NewFile:
         """Overwrite the bytes at `offset` with all of `data`."""
         with _naming(self.path):
             while data:
-                done = os.pwrite(self._fd, data, offset)
+                if _WINDOWS:
+                    os.lseek(self._fd, offset, os.SEEK_SET)
+                    done = os.write(self._fd, data)
+                else:
+                    done = os.pwrite(self._fd, data, offset)
                 data, offset = data[done:], offset + done
 
     def finish(self) -> None:
@@ -111,6 +118,19 @@ def write_small(path: str, data: bytes) -> None:
         file.finish()
 
 
+_position = threading.Lock()  # of an open file on Windows, where a read begins at it
+
+
+def _read_some(fd: int, buffer: memoryview, offset: int) -> int:
+    if not _WINDOWS:
+        return os.preadv(fd, [buffer], offset)
+    with _position:
+        os.lseek(fd, offset, os.SEEK_SET)
+        data = os.read(fd, min(len(buffer), _WRITEBACK))
+    buffer[: len(data)] = data
+    return len(data)
+
+
 class ExistingFile:
     """A regular file, open for reading. It stays the same file if its name is replaced.
 
@@ -121,7 +141,7 @@ class ExistingFile:
 
     def __init__(self, path: str, *, follow: bool = False) -> None:
         self.path = path
-        self._fd = os.open(path, _READ if follow else _READ | os.O_NOFOLLOW)
+        self._fd = os.open(path, _READ if follow else _READ | _NO_LINK)
         try:
             with _naming(path):
                 found = os.fstat(self._fd)
@@ -139,7 +159,7 @@ class ExistingFile:
         """Fill `buffer` with the bytes from `offset` on. Several threads may call it at once."""
         with _naming(self.path):
             while buffer:
-                done = os.preadv(self._fd, [buffer], offset)
+                done = _read_some(self._fd, buffer, offset)
                 if done == 0:
                     raise OSError(errno.ENODATA, "the file was cut off while it was read")
                 buffer, offset = buffer[done:], offset + done
@@ -215,12 +235,6 @@ def is_directory(path: str) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def identity(path: str) -> object:
-    """Return what is equal as long as a name is that of the same file; None if there is none."""
-    status = _look(path)
-    return None if status is None else (status.st_dev, status.st_ino, status.st_mtime_ns)
-
-
 def absolute(path: str) -> str:
     """Return the absolute path of a name. A later chdir then does not matter.
 
@@ -267,7 +281,9 @@ def make_directory(path: str) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Sync a directory: the names in it then survive a power loss."""
+    """Sync a directory: the names in it then survive a power loss. Windows has no such call."""
+    if _WINDOWS:
+        return
     with _naming(path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -282,13 +298,18 @@ def sync_directory(path: str) -> None:
 class DirectoryLock:
     """A lock on a directory: at most one program has it. The kernel releases it when that dies.
 
-    It adds no file. Where the file system has no locks, every program gets it.
+    It adds no file. Where the file system has no locks, and on Windows, every program gets it.
 
     :raises BlockingIOError: if another program has it.
     :raises FileNotFoundError: if there is no such directory any more.
     """
 
     def __init__(self, path: str) -> None:
+        self._fd = -1
+        if _WINDOWS:
+            return
+        import fcntl
+
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             try:
@@ -308,6 +329,8 @@ class DirectoryLock:
         """Release the lock. A second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
+            import fcntl
+
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)  # forked processes may have the descriptor, too
         _close(fd)
@@ -315,7 +338,10 @@ class DirectoryLock:
 
 def rename(source: str, target: str) -> None:
     """Rename atomically. An existing `target` is replaced."""
-    os.rename(source, target)  # noqa: PTH104
+    if _WINDOWS:
+        os.replace(source, target)  # noqa: PTH105
+    else:
+        os.rename(source, target)  # noqa: PTH104
 
 
 def remove(path: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -19,13 +19,10 @@ from syncprims import CheckpointError
 from . import filesystem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
-T = TypeVar("T")
+    from collections.abc import Generator
 
 SEAL = "syncprims.seal"  #: the field with the digest
 BLANK = "0" * 32  #: what is in it while the digest is computed
-_TRIES = 5  # to read a checkpoint that another program replaces meanwhile
 _FIELD = f'"{SEAL}":"'.encode()
 
 
@@ -36,30 +33,10 @@ def refusal(path: str, what: str, expected: object, found: object) -> Checkpoint
     """Return the error for a file that is not what was written."""
     return CheckpointError(
         f"{path}: {what}: expected {_shorten(expected)}, found {_shorten(found)}. "
-        f"Load another checkpoint, or fetch this one again.",
+        f"Load another checkpoint, or fetch this one again. If a program saves there now, it has "
+        f"replaced files that were being read: load again.",
         path=path,
     )
-
-
-def read_current(path: str, read: Callable[[], T], was_replaced: Callable[[], bool]) -> T:
-    """Return ``read()``, and call it again if another program has replaced what it was reading.
-
-    :raises CheckpointError: as ``read()``, or if this happens again and again.
-    """
-    for left in reversed(range(_TRIES)):
-        try:
-            return read()
-        except CheckpointError as error:
-            if not was_replaced():
-                raise
-            if not left:
-                raise CheckpointError(
-                    f"{path}: another program saves there, and has replaced the checkpoint each "
-                    f"time it was read. Load it when that program has ended, or let it save to "
-                    f"another directory.",
-                    path=path,
-                ) from error
-    raise AssertionError("the last try returns or raises")
 
 
 def _shorten(value: object) -> str:

@@ -22,7 +22,7 @@ from syncprims import CheckpointError
 from syncprims.training.preparation import unwrap_model
 
 from . import filesystem, integrity
-from .integrity import check_file_name, read_current, reading, refusal
+from .integrity import check_file_name, reading, refusal
 from .safetensors_file import RESERVED, SafetensorsFile, StoredTensor, in_huge_pages
 from .save_model import FIRST_FILES, INDEX, SHARDS
 from .stateful import distribute, is_dtensor, portable_name
@@ -69,7 +69,9 @@ def load_checkpoint_in_model(
     custom = _has_custom_loading(inner)
     with contextlib.ExitStack() as files:
         # A part with its own loading may look at what it gets: then all is checked before.
-        weights = _open_current(path, files, follow=allow_links, check=custom or not empty)
+        with reading(path):
+            file = _first_file(path) if filesystem.is_directory(path) else path
+        weights = _open_weights(file, files, allow_links, check=custom or not empty)
         state = _match(inner, weights, path, strict=strict, custom=custom)
         with _back_to_meta_on_error(inner) if empty else contextlib.nullcontext():
             _place(inner, state, device_map, dtype)
@@ -102,46 +104,16 @@ def load_checkpoint_in_model(
 # -- the files ------------------------------------------------------------------------------------
 
 
-def _open_current(
-    path: str, files: contextlib.ExitStack, *, follow: bool, check: bool
+def _open_weights(
+    path: str, files: contextlib.ExitStack, follow: bool, *, check: bool
 ) -> dict[str, Stored]:
-    """Return the tensors of a weights file, index or directory, checked against their digests.
+    """Return the tensors of a weights file or index; the files stay open until `files` is closed.
 
-    The files stay open until `files` is closed. Without `check`, the data of safetensors files are
-    left to the caller: :meth:`SafetensorsFile.read`. If another program replaces the model while
-    it is opened, the new one is opened.
+    With `check` their data are compared with their digests. Otherwise the caller does so for those
+    of safetensors files: :meth:`SafetensorsFile.read`.
 
     :raises CheckpointError: if anything is not as it was written.
     """
-
-    def find() -> tuple[str, object]:
-        with reading(path):
-            first = _first_file(path) if filesystem.is_directory(path) else path
-            return first, filesystem.identity(first)
-
-    found: tuple[str, object] = "", None
-
-    readable = True
-
-    def open_all() -> dict[str, Stored]:
-        nonlocal found, readable
-        found = "", None
-        try:
-            found = find()
-        except CheckpointError as error:
-            readable = error.errno is None  # else the disk fails, and nobody has replaced anything
-            raise
-        with contextlib.ExitStack() as opened:
-            weights = _open_weights(found[0], opened, follow, check)
-            files.push(opened.pop_all())
-        return weights
-
-    return read_current(path, open_all, lambda: readable and find() != found)
-
-
-def _open_weights(
-    path: str, files: contextlib.ExitStack, follow: bool, check: bool
-) -> dict[str, Stored]:
     if not path.endswith(INDEX):
         return _open_file(path, "", files, follow, check)
     file_of, digests = _read_index(path, follow)

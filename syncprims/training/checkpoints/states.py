@@ -30,7 +30,7 @@ from .commit import (
     with_unused_names,
 )
 from .coordination import check_equal, coordinate, directory_path, meet
-from .integrity import check_file_name, read_current, refusal
+from .integrity import check_file_name, refusal
 from .safetensors_file import byte_size, read_safetensors, write_safetensors
 from .stateful import State, Stateful, split_state, state_of
 
@@ -256,7 +256,14 @@ def load_state(
     doing = f"load_state from {path}"
     finish_earlier()
     ranks = meet(doing)
-    saved = Manifest(None, {}, [], {})
+    saved, digests = coordinate(
+        doing, lambda: read_manifest(path), lambda manifest: integrity.digest(manifest.dump())
+    )
+    check_equal(
+        doing, ranks, digests, "have found a different checkpoint",
+        "Every rank loads the same one: pass the same directory, and the same step; where "
+        "hosts have disks of their own, copy the checkpoint to each.",
+    )  # fmt: skip
 
     def read_states() -> tuple[dict[str, Any], Any]:
         here, count = len(ranks), len(saved.ranks)
@@ -275,22 +282,7 @@ def load_state(
         own_states, rng_state = reader.rank_states(own, ranks.index(get_rank()), rng)
         return {**states, **own_states}, rng_state
 
-    def read() -> tuple[dict[str, Any], Any]:
-        nonlocal saved
-        saved, digests = coordinate(
-            doing, lambda: read_manifest(path), lambda manifest: integrity.digest(manifest.dump())
-        )
-        check_equal(
-            doing, ranks, digests, "have found a different checkpoint",
-            "Every rank loads the same one: pass the same directory, and the same step; where "
-            "hosts have disks of their own, copy the checkpoint to each.",
-        )  # fmt: skip
-        return coordinate(doing, read_states, lambda _: None)[0]
-
-    def was_replaced() -> bool:  # all ranks ask: an error is one of all
-        return any(coordinate(doing, lambda: read_manifest(path) != saved)[1])
-
-    states, rng_state = read_current(path, read, was_replaced)
+    (states, rng_state), _ = coordinate(doing, read_states, lambda _: None)
     coordinate(doing, lambda: _load_into(path, {**objects, **own}, states, rng_state))
     return Loaded(path, saved.step, len(saved.ranks))
 
@@ -457,28 +449,16 @@ class Checkpoints:
         :raises CheckpointError: on all ranks, if there is none, or it is not as it was saved; the
             message then names an older one, which is not loaded automatically.
         """
-        doing = f"Checkpoints.load from {self.directory}"
-        steps: list[int] = []
-        chosen = -1
-
-        def load() -> Loaded:
-            nonlocal steps, chosen
-            steps = agreed_steps(self, doing)
-            if step is None and not steps:
-                raise CheckpointError(
-                    f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: "
-                    f"expected one, found none. Save one, or start from the beginning.",
-                    path=self.directory,
-                )
-            chosen = max(steps) if step is None else step
-            return load_state(self.path(chosen), objects, **options)
-
-        def was_replaced() -> bool:
-            current = agreed_steps(self, doing) if step is None else steps
-            return chosen not in current if steps else bool(current)
-
+        steps = agreed_steps(self, f"Checkpoints.load from {self.directory}")
+        if step is None and not steps:
+            raise CheckpointError(
+                f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: "
+                f"expected one, found none. Save one, or start from the beginning.",
+                path=self.directory,
+            )
+        chosen = max(steps) if step is None else step
         try:
-            return read_current(self.directory, load, was_replaced)
+            return load_state(self.path(chosen), objects, **options)
         except CheckpointError as error:
             older = [other for other in steps if other < chosen]
             if older:

@@ -76,30 +76,28 @@ def rounds_with_a_pause(signs: Signs, pid_of: Callable[[], int]) -> Callable[[],
     return program
 
 
-HOSTS = [Kind("torch", 2, hosts=2), Kind("torch", 4, hosts=2)]
+KIND = Kind("torch", 4, hosts=2)
 
 
-@pytest.mark.parametrize("kind", HOSTS, ids=str)
 def test_a_store_that_is_stopped_for_long_costs_no_rank_its_life(
-    kind: Kind, meeting_place: Path, signs: Signs
+    meeting_place: Path, signs: Signs
 ) -> None:
     with served_store() as store:
         program = rounds_with_a_pause(signs, lambda: store.pid)
         variables = {**store.variables, "SYNCPRIMS_HEARTBEAT": str(LIMIT)}
-        assert Ranks(kind, meeting_place).run(program, **variables) == [True] * kind.ranks
+        assert Ranks(KIND, meeting_place).run(program, **variables) == [True] * KIND.ranks
 
 
-@pytest.mark.parametrize("kind", HOSTS, ids=str)
 def test_a_rank_that_serves_the_store_may_be_stopped_for_long(
-    kind: Kind, meeting_place: Path, signs: Signs, tmp_path: Path
+    meeting_place: Path, signs: Signs, tmp_path: Path
 ) -> None:
     def program() -> Any:
         if sp.is_main():
             (tmp_path / "pid").write_text(str(os.getpid()))
         return rounds_with_a_pause(signs, lambda: int((tmp_path / "pid").read_text()))()
 
-    world = Ranks(kind, meeting_place)
-    assert world.run(program, SYNCPRIMS_HEARTBEAT=str(LIMIT)) == [True] * kind.ranks
+    world = Ranks(KIND, meeting_place)
+    assert world.run(program, SYNCPRIMS_HEARTBEAT=str(LIMIT)) == [True] * KIND.ranks
 
 
 def test_a_deadline_that_passes_while_the_store_is_stopped_breaks_the_group_for_all(

@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 import shutil
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 import torch
 from support.file_faults import SETUPS, Net, Setup, Watched, watched
-from support.observed import await_report, running
 from support.rank_worlds import Kind, Ranks, Signs
 
 import syncprims as sp
@@ -77,60 +75,6 @@ def test_a_rank_that_is_late_for_a_save_given_up_takes_its_part_back(
     done = Ranks(Kind("file", 3), meeting_place).outcomes(program)
     assert (done[:2], str(done[2])) == ([None, None], "told to end")
     assert listing(path.parent) == before
-
-
-@pytest.mark.parametrize("over", [False, True])
-def test_what_the_leading_rank_has_failed_with_is_told_where_another_is_late(
-    over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
-) -> None:
-    path = started(tmp_path, over)
-    before = listing(path.parent)
-
-    def program() -> tuple[int | None, int | None]:
-        def at(number: int, name: str, args: tuple[Any, ...]) -> None:
-            if sp.is_main() and name == "open" and ".report-1" in args[0]:
-                raise OSError(errno.EIO, os.strerror(errno.EIO), args[0])
-            if sp.get_rank() == 2 and is_write(name):
-                signs.wait("given up")
-
-        with watched(at):
-            own = {"own": Net(sp.get_rank())}
-            saving = save_state(path, {"model": Net(2)}, rank_objects=own, block=False)
-            if sp.is_main():
-                saving._committed.exception()
-                signs.give("given up")
-            with pytest.raises(sp.CheckpointError, match="Input/output error") as caught:
-                saving.wait()
-        return caught.value.rank, caught.value.errno
-
-    assert Ranks(Kind("file", 3), meeting_place).run(program) == [(0, errno.EIO)] * 3
-    assert listing(path.parent) == before
-
-
-@pytest.mark.parametrize("over", [False, True])
-def test_a_save_whose_files_somebody_removes_is_an_error_and_no_hang(
-    over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
-) -> None:
-    """Rank 0 listens for the word of rank 1, and never hears it."""
-    path = started(tmp_path, over)
-
-    def program() -> None:
-        def slow(number: int, name: str, args: tuple[Any, ...]) -> None:
-            if sp.is_main() and is_write(name):
-                signs.wait("gone")
-
-        own = {"own": Net(sp.get_rank())}
-        with watched(slow):
-            saving = save_state(path, {"model": Net(2)}, rank_objects=own, block=False)
-            if sp.get_rank() == 1:
-                saving._written.exception()
-                for left in (tmp_path / "run").glob("**/.checkpoint.json.report-*"):
-                    left.unlink()
-                signs.give("gone")
-            with pytest.raises(sp.CheckpointError, match="while ranks still wrote there"):
-                saving.wait()
-
-    Ranks(Kind("file", 2), meeting_place).run(program)
 
 
 def test_a_save_whose_files_are_gone_is_not_committed(tmp_path: Path) -> None:
@@ -271,28 +215,6 @@ def test_a_rank_that_raises_leaves_no_save_to_the_next_world(tmp_path: Path) -> 
     assert not [t for t in threading.enumerate() if t.name == "syncprims-save"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_a_reader_from_outside_sees_a_save_in_the_background(
-    meeting_place: Path, tmp_path: Path
-) -> None:
-    go_on = tmp_path / "go on"
-
-    def program() -> None:
-        def late(number: int, name: str, args: tuple[Any, ...]) -> None:
-            while is_write(name) and not go_on.exists():
-                time.sleep(0.01)
-
-        with watched(late):
-            save_state(tmp_path / "s", {"model": Net(1)}, block=False).wait()
-
-    with running(Kind("file", 2), meeting_place, program):
-        seen = await_report(meeting_place, lambda r: all(one.beside for one in r.ranks))
-        what = f"save_state to {tmp_path / 's'} in the background"
-        assert [[said for said, _ in one.beside] for one in seen.ranks] == [[what]] * 2
-        go_on.touch()
-        await_report(meeting_place, lambda r: not any(one.beside for one in r.ranks))
-
-
 # -- loads while another program saves to the same place ------------------------------------------
 
 
@@ -311,7 +233,7 @@ READS["steps"] = Setup(1, save_step, load_step)
 
 
 @pytest.mark.parametrize("way", READS)
-def test_a_load_during_saves_of_another_program_is_of_one_of_them_or_names_them(
+def test_a_load_during_a_save_of_another_program_is_of_one_of_them_or_an_error(
     way: str, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "it")
@@ -322,13 +244,13 @@ def test_a_load_during_saves_of_another_program_is_of_one_of_them_or_names_them(
         version += 1
         READS[way].save(path, version)
 
-    def load(first: int, stride: int, most: int) -> int | str:
-        """Load, with a save before so many of its calls; return how old the result is."""
+    def load(point: int) -> int | str:
+        """Load, with a save before one of its calls; return how old the result is."""
         busy, calls = False, itertools.count()  # those of the load alone
 
         def at(number: int, name: str, args: tuple[Any, ...]) -> None:
             nonlocal busy
-            if not busy and next(calls) in range(first, first + stride * most, stride):
+            if not busy and next(calls) == point:
                 busy = True
                 save()
                 busy = False
@@ -340,11 +262,8 @@ def test_a_load_during_saves_of_another_program_is_of_one_of_them_or_names_them(
             except sp.CheckpointError as error:
                 return str(error)
 
-    [once] = run_world(lambda: {load(first, 40, 1) for first in range(40)}, 1)
-    assert once <= {0, -1}
-    for stride in (5, 7):
-        [always] = run_world(lambda n=stride: [load(k, n, 10**6) for k in range(n)], 1)  # type: ignore[misc]
-        assert all(isinstance(one, int) or "another program saves" in one for one in always)
+    [results] = run_world(lambda: [load(point) for point in range(40)], 1)
+    assert all(found in (0, -1) or "load again" in str(found) for found in results)
 
 
 # -- two programs that save to one place ----------------------------------------------------------
