@@ -91,7 +91,7 @@ def _find_attribute(module: str, dotted: str, fresh: Callable[[int], Any]) -> _P
     """Return an attribute, unless its module has not been imported or does not have it."""
     path, _, name = dotted.rpartition(".")
     try:
-        owner: Any = attrgetter(path)(sys.modules[module]) if path else sys.modules[module]
+        owner: object = attrgetter(path)(sys.modules[module]) if path else sys.modules[module]
         vars(owner)[name]
     except (KeyError, AttributeError):
         return None
