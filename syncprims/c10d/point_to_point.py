@@ -44,7 +44,7 @@ class Transfer(Work):
         super().__init__()
         self.channel = channel
         self.note = channel.note_of(tensor)
-        self.timeout = timeout  #: seconds for each piece
+        self.piece_timeout = timeout  #: seconds; `timeout` is an attribute of torch's Work
         self.done = False
         self.posted = self.collected = 0  #: pieces
         self._tensor, self._src = tensor, src
@@ -221,7 +221,7 @@ class Channel:
         def post() -> PendingRound:
             note = self._fill(transfer, rounds.board.posted + 1)
             rounds.promised -= 1
-            return rounds.post_deferred(note, transfer.timeout)
+            return rounds.post_deferred(note, transfer.piece_timeout)
 
         self._under_way.append((transfer, rounds.atomic_call(label, post)))
         transfer.posted += 1

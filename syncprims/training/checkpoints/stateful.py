@@ -11,7 +11,7 @@ import re
 import sys
 from collections import Counter, OrderedDict, deque
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -38,7 +38,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _RESERVED_NAME = re.compile(r"rank-\d+")
 
 
-@runtime_checkable
 class Stateful(Protocol):
     """Anything with a state that can be saved: model, optimizer, scheduler, your own."""
 
@@ -57,7 +56,8 @@ def check_objects(objects: Mapping[str, object], own: Mapping[str, object]) -> N
     """
     for name, thing in (*objects.items(), *own.items()):
         require(name, str, "objects are saved under names")
-        if not isinstance(thing, Stateful):
+        # As attributes: isinstance() does not see those that __getattr__ gives, from Python 3.12 on.
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise TypeError(
                 f"{name!r} is a {type(thing).__name__}: it has no state_dict() and "
                 f"load_state_dict(), which a checkpoint needs"
