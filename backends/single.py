@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from syncprims.errors import ConfigurationError
 from syncprims.interface import Backend, Board, Note, Settings, Status, Topology
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class SingleBackend(Backend):

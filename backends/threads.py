@@ -7,8 +7,10 @@ and whether a rank can ever continue is known and not guessed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
+from typing import Literal, NoReturn, Protocol
 
 from syncprims.errors import ConfigurationError, load
 from syncprims.interface import (
@@ -18,16 +20,11 @@ from syncprims.interface import (
     Note,
     Settings,
     Slots,
+    State,
     Status,
     Topology,
     Window,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from syncprims.interface import State
 
 _ENDS, _JOINS = "ends", "joins"  # what ranks access
 _SMALL_SLOT = 1024  # bytes for the small values of a member in each of two rounds

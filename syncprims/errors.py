@@ -7,12 +7,10 @@ it in bytes, since one rank's verdict must read the same on every other rank.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
+from typing import Any, NamedTuple
 
 _LONGEST_NAME = 80
 
@@ -205,12 +203,7 @@ class CheckpointError(SyncError, OSError):
     """
 
     def __init__(
-        self,
-        message: str = "",
-        *,
-        path: str | None = None,
-        errno: int | None = None,
-        **facts: Any,
+        self, message: str = "", *, path: str | None = None, errno: int | None = None, **facts: Any
     ) -> None:
         super().__init__(message, **facts)
         self.filename: str | None = path
@@ -265,8 +258,6 @@ def name_ranks(members: Sequence[int]) -> str:
 
 def dump(error: SyncError, longest: int = LONGEST_DUMP) -> bytes:
     """Return `error` as at most `longest` bytes; long texts and lists are cut."""
-    import json  # slow to import, and only a failure needs it
-
     for most in (8000, 4000, 2000, 1000, 500, 200, 50):
         facts = error.facts()
         for name in ("missing", "arrived"):
@@ -285,8 +276,6 @@ def dump(error: SyncError, longest: int = LONGEST_DUMP) -> bytes:
 
 def load(data: bytes) -> SyncError:
     """Return the error that :func:`dump` wrote; damaged bytes give an error that says so."""
-    import json
-
     try:
         name, message, facts = json.loads(data)
         facts["missing"] = parse_ranks(facts["missing"])

@@ -14,13 +14,10 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
+from typing import Any, ClassVar, Literal, NamedTuple
 
 __all__ = [  # noqa: RUF022 - in the order of this file
     "UNKNOWN", "Topology", "Settings", "own_device_index",

@@ -17,17 +17,13 @@ another has rightly found to stand, except in the moment between; and there the 
 
 from __future__ import annotations
 
+import mmap
 import struct
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from .claims import Claims
 from .memory import RECORD_HEAD, TEXT_SIZE, await_record, write_record
-
-if TYPE_CHECKING:
-    import mmap
-    from collections.abc import Callable
-
-    from .claims import Claims
 
 _PAUSE = 0.001
 _VOID = "void"

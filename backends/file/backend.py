@@ -17,8 +17,8 @@ import hashlib
 import os
 import re
 import time
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import filelock
 
@@ -41,9 +41,6 @@ from .liveness import Liveness, joined, world_size_of
 from .private_dir import PrivateDirectory, base_path, cure_for
 from .slots import FileSlots
 
-if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
 _PREFIX, _LOCK = "syncprims-", ".lock"  # of our files in a directory that may hold others
 _LOCK_TIMEOUT = 30.0  # seconds; the lock is held for milliseconds
 _LOCK_PAUSE = 0.002  # seconds between two attempts
@@ -58,10 +55,7 @@ class FileBackend(Backend):
     detects_death = True
 
     def __init__(
-        self,
-        topology: Topology,
-        settings: Settings,
-        description: WorldDescription | None = None,
+        self, topology: Topology, settings: Settings, description: WorldDescription | None = None
     ) -> None:
         """Join the world; `description` says what this is a part of, if it is one."""
         self.check(topology, settings)

@@ -11,13 +11,14 @@ import contextlib
 import os
 import time
 import zlib
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
-from syncprims.interface import MARKS, Board, Label, Note, Status
+from syncprims.interface import MARKS, Board, Label, Note, Status, WaitView, Window
 
 from .abort import Aborts
 from .claims import Claims
+from .liveness import Liveness
 from .memory import (
     AHEAD,
     AHEAD_SHIFT,
@@ -35,14 +36,7 @@ from .memory import (
     Cells,
     open_window,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from syncprims.interface import WaitView, Window
-
-    from .liveness import Liveness
-    from .private_dir import PrivateDirectory
+from .private_dir import PrivateDirectory
 
 _LOOKS = 100  # at most, with a yield after each, before the clock is read
 _LOOKS_PER_TIME = 16  # between two readings of the clock

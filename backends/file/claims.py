@@ -11,10 +11,8 @@ from __future__ import annotations
 import errno
 import os
 import zlib
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .private_dir import PrivateDirectory
+from .private_dir import PrivateDirectory
 
 _MOST = 1 << 20  # bytes: thousands of claims, where a run makes a few
 

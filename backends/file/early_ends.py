@@ -18,15 +18,13 @@ import json
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from syncprims._system.identity import ProcessIdentity, ProcessWatch, read_stat
 from syncprims.errors import SyncError, describe_exit
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .private_dir import PrivateDirectory
+from .private_dir import PrivateDirectory
 
 _PREFIX = "rank-"  # then its number
 _TICKS = os.sysconf("SC_CLK_TCK")  # in a second

@@ -11,12 +11,10 @@ import fcntl
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from syncprims.errors import BackendUnavailable
 
-if TYPE_CHECKING:
-    from .private_dir import PrivateDirectory
+from .private_dir import PrivateDirectory
 
 _CURE = "set SYNCPRIMS_DIR to a directory on a local file system"
 

@@ -20,29 +20,17 @@ import re
 import select
 import struct
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from syncprims import errors
 from syncprims._system.identity import ProcessIdentity, ProcessWatch
 from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
+from syncprims.interface import State
 
 from .claims import Claims
 from .early_ends import find_early_end
-from .memory import (
-    RECORD_HEAD,
-    await_record,
-    map_file,
-    read_header,
-    read_record,
-    write_record,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from syncprims.interface import State
-
-    from .private_dir import PrivateDirectory
+from .memory import RECORD_HEAD, await_record, map_file, read_header, read_record, write_record
+from .private_dir import PrivateDirectory
 
 FILE = "liveness"
 MAGIC = b"syncprims liveness 5"

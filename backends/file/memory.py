@@ -19,17 +19,13 @@ import struct
 import threading
 import time
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from syncprims.errors import ConfigurationError
 from syncprims.interface import Board, WaitView, Window
 
 from .claims import Claims
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .private_dir import PrivateDirectory
+from .private_dir import PrivateDirectory
 
 #: A member posts at most `depth` notes ahead of what it has collected. So a rank that has collected
 #: round k knows that all have collected round k - depth, and a cell is free again after twice that.

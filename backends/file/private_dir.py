@@ -13,15 +13,11 @@ import errno
 import os
 import stat
 import tempfile
+from collections.abc import Generator
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 from syncprims.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from syncprims.interface import Settings
+from syncprims.interface import Settings
 
 _DIRECTORY = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_DIR = os.O_RDONLY | _DIRECTORY

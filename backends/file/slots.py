@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-from syncprims.interface import Slots
+from syncprims.interface import Slots, State, Topology
 
 from .board import FIRST_NAP, LONGEST_NAP
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from syncprims.interface import State, Topology
-
-    from .liveness import Liveness
+from .liveness import Liveness
 
 
 class FileSlots(Slots):

@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed
 
 from syncprims import errors
 from syncprims.errors import BackendUnavailable, ConfigurationError
-from syncprims.interface import Backend, Board, Settings, Topology, own_device_index
+from syncprims.interface import Backend, Board, Settings, State, Topology, own_device_index
 
 from ..file.backend import FileBackend
 from ..file.description import WorldDescription
@@ -37,11 +38,6 @@ from .store import (
     find_run_id,
     find_store,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from syncprims.interface import State
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 

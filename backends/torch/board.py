@@ -12,29 +12,21 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from syncprims import errors
 from syncprims.errors import Failure, PeerFailed
-from syncprims.interface import Board, Label, Note, Status
+from syncprims.interface import Board, Label, Note, Status, WaitView
 
-from ..file.board import FIRST_NAP, LONGEST_NAP
+from ..file.board import FIRST_NAP, LONGEST_NAP, SharedMemoryBoard
+from ..file.liveness import Liveness
 from ..file.memory import Fence
+from ..file.slots import FileSlots
 from .decisions import COMPLETE, END, VERDICT, Decisions, MemberEnd, decode_notes, read_key
-from .host_state import ELSEWHERE, HostState
-from .store import StoreGone, first_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from syncprims.interface import WaitView
-
-    from ..file.board import SharedMemoryBoard
-    from ..file.liveness import Liveness
-    from ..file.slots import FileSlots
-    from .host_state import Heartbeat
-    from .rendezvous import Placement
-    from .store import StoreEndpoint, StoreLink, StoreProbe
+from .host_state import ELSEWHERE, Heartbeat, HostState
+from .rendezvous import Placement
+from .store import StoreEndpoint, StoreGone, StoreLink, StoreProbe, first_line
 
 _CONTRIBUTE_ANYWAY = 0.02  # seconds until a waiting rank does what the last to post should have
 _CONTRIBUTE_AGAIN = 1.0  # and until a contribution may have been lost

@@ -18,14 +18,10 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from syncprims.interface import Board, Note
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from syncprims.interface import State
+from syncprims.interface import Board, Note, State
 
 COMPLETE, VERDICT, END = b"A", b"V", b"E"
 

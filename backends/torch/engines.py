@@ -18,22 +18,18 @@ import select
 import socket
 import stat
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy
 import torch
 import torch.distributed
 
-from syncprims.interface import DeviceEngine, Engine
+from syncprims.interface import DeviceEngine, Engine, Topology
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from syncprims.interface import Topology
-
-    from .store import StoreEndpoint
+from .store import StoreEndpoint
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import struct
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from ..file.abort import Aborts
+from ..file.liveness import Liveness
 from ..file.memory import (
     CELLS,
     HEADER_SIZE,
@@ -23,11 +25,6 @@ from ..file.memory import (
     write_record,
 )
 from .decisions import END
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ..file.liveness import Liveness
 
 MAGIC = b"syncprims host state 3"
 OF_HOST = "-host"  #: what the name of this file adds to that of the board

@@ -20,26 +20,21 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from syncprims import errors
 from syncprims.errors import BackendUnavailable, ConfigurationError, PeerLost, SyncTimeout
+from syncprims.interface import Settings, Topology
 
 from ..file.backend import find_early_ends
 from ..file.private_dir import PrivateDirectory, base_path
 from .decisions import read_key
-from .store import TRY_AGAIN, StoreGone
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from syncprims.interface import Settings, Topology
-
-    from .store import StoreEndpoint, StoreLink, T
+from .store import TRY_AGAIN, StoreEndpoint, StoreGone, StoreLink, T
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25  # seconds between two checks whether all have come
 _LEAVING = 2.0  # seconds to publish that this rank leaves the epoch

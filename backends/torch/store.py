@@ -16,18 +16,15 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent import futures
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch.distributed
 
 from syncprims.errors import BackendUnavailable, ConfigurationError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from syncprims.interface import Settings, Topology
+from syncprims.interface import Settings, Topology
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 T = TypeVar("T")

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    NamedTuple,
-    ParamSpec,
-    Protocol,
-    TypeVar,
-    overload,
-)
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 from syncprims._protocol.validation import whole_number
 from syncprims._world.group import SharedResult, innermost_group
 from syncprims._world.runtime import current, get_host_number, get_topology
 from syncprims._world.world import get_node_group
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .collectives import is_local_main, is_main
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from tqdm.auto import tqdm
 
     from .rank_logger import RankLogger

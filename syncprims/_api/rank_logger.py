@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import MutableMapping
+from typing import Any
 
 from syncprims._world.runtime import get_active_group, get_topology
-
-if TYPE_CHECKING:
-    from collections.abc import MutableMapping
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):

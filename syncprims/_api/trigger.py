@@ -6,21 +6,17 @@ from __future__ import annotations
 
 import atexit
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
 
 from syncprims._data import codec
+from syncprims._protocol.rounds import PendingRound
 from syncprims._protocol.validation import require, whole_number
-from syncprims._world.group import rounds_of
+from syncprims._world.group import Group, rounds_of
 from syncprims._world.runtime import get_active_group, get_extras
 from syncprims.errors import signal_name
 from syncprims.interface import Mark, Note
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import FrameType
-
-    from syncprims._protocol.rounds import PendingRound
-    from syncprims._world.group import Group
 
 _ONE_SIGNAL = 2.0  # seconds within which signals are one
 

@@ -8,16 +8,14 @@ kept exactly; a subclass is another type. Anything else needs pickle, which the 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 from syncprims._protocol.threads import is_from_signal_handler
 from syncprims.errors import TORN, EncodingError
 
 from . import LARGE
 from .arrays import Spec, flat, on_host, own_device, raw, spec_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _LENGTH = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
@@ -34,10 +32,7 @@ _MAKERS: dict[bytes, Callable[[Any], Any]] = {tag: kind for kind, tag in _CONTAI
 
 
 def encode(
-    obj: object,
-    *,
-    allow_pickle: bool = True,
-    out_of_band: list[Any] | None = None,
+    obj: object, *, allow_pickle: bool = True, out_of_band: list[Any] | None = None
 ) -> bytes:
     """Return `obj` as bytes.
 

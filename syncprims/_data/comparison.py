@@ -10,25 +10,19 @@ from __future__ import annotations
 import dataclasses
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from hashlib import blake2b
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
-from syncprims._protocol.rounds import RoundSequence
+from syncprims._protocol.rounds import Rounds, RoundSequence
 from syncprims._protocol.threads import is_from_signal_handler
 from syncprims.errors import RankMismatch
-from syncprims.interface import Note
+from syncprims.interface import Label, Note
 
 from . import codec, values
 from .arrays import flat, is_list_or_tuple, is_tensor, on_host, raw, spec_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from syncprims._protocol.rounds import Rounds
-    from syncprims.interface import Label
 
 _DIGEST_SIZE = 16
 _LENGTH = struct.Struct("<Q")

@@ -10,10 +10,10 @@ from __future__ import annotations
 import struct
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from zlib import crc32
 
 from syncprims.errors import EncodingError
@@ -31,12 +31,9 @@ from .arrays import (
     up_to_line,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Sequence
-
-    #: ``reduce(memory, at, out)`` returns the reduction, in the order of ranks, of slots of which
-    #: the first is at `at`. An array is in `out`, if it fits.
-    Reducer = Callable[[memoryview, int, Any], Any]
+#: ``reduce(memory, at, out)`` returns the reduction, in the order of ranks, of slots of which
+#: the first is at `at`. An array is in `out`, if it fits.
+Reducer = Callable[[memoryview, int, Any], Any]
 
 _MOST_PARTS = 64  # of one container
 #: How `struct` writes a number, by its kind, in 8 bytes: kinds that mix have slots of one size.

@@ -11,18 +11,16 @@ collected round k - 1: so all have posted that, and have read what came with rou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Hashable
+from typing import Any, TypeVar
+
+from syncprims._protocol.rounds import Rounds
+from syncprims.interface import Note, Window
 
 from . import FEW_MEMBERS, LARGE, ONE_PIECE, ONE_ROUND, ONE_ROUND_OF_MANY
 from .arrays import LINE
 from .layouts import ArrayLayout, Layout, key_of, make_layout, read_layout
 from .transport import EngineTransport, SharedMemoryTransport, Transport
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from syncprims._protocol.rounds import Rounds
-    from syncprims.interface import Note, Window
 
 T = TypeVar("T")
 

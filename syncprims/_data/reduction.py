@@ -10,7 +10,8 @@ import functools
 import itertools
 import math
 import sys
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 from syncprims.errors import RankMismatch
 
@@ -27,9 +28,6 @@ from .arrays import (
     is_tensor,
     without_history,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 class Placeholder(NamedTuple):

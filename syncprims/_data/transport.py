@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from syncprims._protocol.rounds import RoundSequence
+from syncprims.interface import DeviceEngine, Engine, Window
 
 from . import ENGINE_BROADCAST, ENGINE_PIECE, LEAST_PIECE, MOST_PIECE
 from .arrays import LINE, empty_array, flat, is_array, is_on_device, on_host, raw, up_to_line
 from .reduction import combine
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from syncprims._protocol.rounds import RoundSequence
-    from syncprims.interface import DeviceEngine, Engine, Window
-
-    Arrays = Sequence[Any]
-    Sizes = Sequence[Sequence[int]]
-    Parts = Sequence[tuple[int, memoryview]]
+Arrays = Sequence[Any]
+Sizes = Sequence[Sequence[int]]
+Parts = Sequence[tuple[int, memoryview]]
 
 
 class Operand(NamedTuple):

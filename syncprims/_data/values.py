@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from syncprims._protocol.rounds import RoundSequence
+from syncprims._protocol.rounds import Rounds, RoundSequence
 from syncprims.errors import EncodingError, RankMismatch
 from syncprims.interface import Label, Mark, Note
 
@@ -22,9 +22,6 @@ from .codec import decode_size, encode_size, holds_pickle
 from .layouts import ArrayLayout, Layout
 from .plane import DataPlane
 from .transport import Operand
-
-if TYPE_CHECKING:
-    from syncprims._protocol.rounds import Rounds
 
 #: What a call makes its first round of: its note, ``read(notes)``, and what writes its slot.
 _FirstRound = tuple[Note, Callable[[Sequence[Note]], Any], Callable[[], object] | None]

@@ -8,14 +8,11 @@ transfer, a store. So every wait of a world goes on with all of them.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from syncprims.errors import SyncError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from syncprims.interface import Backend, Board, Note
+from syncprims.interface import Backend, Board, Note
 
 
 class Task(Protocol):

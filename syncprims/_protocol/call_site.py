@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING
+from types import CodeType, FrameType, TracebackType
 
 from syncprims.errors import SyncWarning
 from syncprims.interface import Label, Mark, Note
 
 from .validation import check_name, plain_name
 
-if TYPE_CHECKING:
-    from types import CodeType, FrameType, TracebackType
-
-    _Cached = tuple[Note, Note, CodeType]
+_Cached = tuple[Note, Note, CodeType]
 
 # pathlib is slow to import
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH100, PTH120

@@ -15,18 +15,16 @@ takes no part.
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from syncprims import errors
 from syncprims.errors import CollectiveMismatch, SyncError, name_ranks, parse_ranks
+from syncprims.interface import Backend, Board
 
 from .threads import threads_that_may_call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from syncprims.interface import Backend, Board
 
 #: Bytes of a verdict that is published for others, in a word of 4 KB at most.
 _LONGEST_VERDICT = 2500
@@ -220,8 +218,6 @@ class DeadlockDetector:
         self._publish(word)
 
     def _publish(self, word: dict[str, Any]) -> None:
-        import json  # slow to import, and only a rank that waits for long needs it
-
         text = json.dumps(word, ensure_ascii=False) if word else ""
         data = text.encode(errors="backslashreplace")
         if data != self._published:
@@ -229,8 +225,6 @@ class DeadlockDetector:
             self._backend.publish(data)
 
     def _read(self, rank: int) -> dict[str, Any]:
-        import json
-
         word = self._backend.published(rank)
         try:
             return dict(json.loads(word)) if word else {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from syncprims import errors
 from syncprims.errors import (
@@ -10,16 +11,12 @@ from syncprims.errors import (
     Failure,
     PeerFailed,
     PeerLost,
+    SyncError,
     SyncTimeout,
 )
+from syncprims.interface import Label, Status
 
 from .call_site import warn_user
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from syncprims.errors import SyncError
-    from syncprims.interface import Label, Status
 
 CURE_MISMATCH = (
     "Every rank must make the same calls in the same order: look for a branch, an early return or "

@@ -14,23 +14,18 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
+from typing import Any, NoReturn, Protocol, TypeVar, overload
 
 from syncprims import errors
 from syncprims.errors import ConcurrentCall, Failure, PeerFailed, PeerLost, SyncError
-from syncprims.interface import Note, WaitView
+from syncprims.interface import Board, Label, Note, Settings, WaitView
 
+from .background import Background
 from .call_site import NoteCache
+from .deadlock import DeadlockDetector
 from .diagnosis import Snapshot, compare_sites, mismatch_error
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from syncprims.interface import Board, Label, Settings
-
-    from .background import Background
-    from .deadlock import DeadlockDetector
 
 T = TypeVar("T")
 
@@ -589,11 +584,7 @@ class RoundSequence:
 
     @classmethod
     def run(
-        cls,
-        rounds: Rounds,
-        note: Note,
-        timeout: float | None,
-        call: Callable[[RoundSequence], T],
+        cls, rounds: Rounds, note: Note, timeout: float | None, call: Callable[[RoundSequence], T]
     ) -> T:
         """Return ``call(sequence)``, run as by :meth:`Rounds.atomic_call`."""
         return rounds.atomic_call(note.label, lambda: call(cls(rounds, note, timeout)))

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from types import FrameType
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 

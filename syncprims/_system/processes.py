@@ -14,11 +14,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
+from typing import Any
 
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 _TIME_TO_END = 2.0  # seconds for killed processes to be gone

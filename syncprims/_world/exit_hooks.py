@@ -12,14 +12,12 @@ import atexit
 import functools
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
 
 from syncprims._protocol.call_site import users_part
 from syncprims.errors import TORN, Failure, SyncError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
 
 
 def reason(error: BaseException | None) -> BaseException | None:

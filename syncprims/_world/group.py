@@ -10,27 +10,35 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from syncprims._data import reduction, values
 from syncprims._data.partition import split
+from syncprims._data.reduction import Op
+from syncprims._protocol.rounds import Rounds
 from syncprims._protocol.validation import seconds, whole_number
+from syncprims.errors import SyncError
+from syncprims.interface import Note
 
 from .sequential import InTurn, MainFirst
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
-    from syncprims._data.reduction import Op
-    from syncprims._protocol.rounds import Rounds
-    from syncprims.errors import SyncError
-    from syncprims.interface import Note
-
-    Seconds = float | timedelta | None
-
 T = TypeVar("T")
+Seconds: TypeAlias = "float | timedelta | None"
 
 #: The groups whose ``with`` blocks this code runs in, the innermost last. They belong to a thread
 #: or task, not to the process or the group: blocks of several tasks may overlap.
@@ -53,11 +61,7 @@ class Group:
     """
 
     def __init__(
-        self,
-        ranks: Sequence[int],
-        rank: int,
-        rounds: Rounds | None,
-        timeout: float | None,
+        self, ranks: Sequence[int], rank: int, rounds: Rounds | None, timeout: float | None
     ) -> None:
         self.ranks = tuple(ranks)  #: world ranks of the members, ascending
         self._rank = rank

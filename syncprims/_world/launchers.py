@@ -17,13 +17,11 @@ differently because a package is installed on some hosts only.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from syncprims.errors import ConfigurationError
 from syncprims.interface import UNKNOWN, Topology
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class Launcher(NamedTuple):

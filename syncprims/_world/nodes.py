@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from syncprims.interface import Topology
+from syncprims.interface import Topology
 
 
 class SaidPlace(NamedTuple):

@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from syncprims.errors import BackendUnavailable, ConfigurationError, SyncError
-from syncprims.interface import Backend, Topology
+from syncprims.interface import Backend, Settings, Topology
 
 from .launchers import detect, find_spread, find_world_sizes
 from .settings import read_settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from syncprims.interface import Settings
 
 _BUILT_IN = {
     "file": "syncprims.backends.file.backend:FileBackend",

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Generator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,10 @@ from syncprims.errors import (
     dump,
     load,
 )
-from syncprims.interface import UNKNOWN, Topology
+from syncprims.interface import UNKNOWN, Backend, Settings, Topology
 
 from .exit_hooks import ExitHooks, reason
-from .group import entered
+from .group import Group, entered
 from .launchers import (
     detect,
     find_half_world,
@@ -46,6 +47,7 @@ from .nodes import place_on_nodes
 from .registry import choose_backend, find_end_recorder
 from .settings import derive_store, find_misspelt, read_settings
 from .world import (
+    Change,
     World,
     abandon_world,
     close_world,
@@ -56,15 +58,9 @@ from .world import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
     from datetime import timedelta
 
-    from syncprims.interface import Backend, Settings
-
-    from .group import Group
-    from .world import Change
-
-    MakeBackend = Callable[[type[Backend], Topology, Settings], Backend]
+MakeBackend = Callable[[type[Backend], Topology, Settings], Backend]
 
 _C10D = "torch.distributed.distributed_c10d"
 _modules = sys.modules

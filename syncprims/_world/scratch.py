@@ -7,13 +7,10 @@ import functools
 import os
 import shutil
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from syncprims.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 _PREFIX = "syncprims-"  # of all their names
 _LOCK = "in-use"

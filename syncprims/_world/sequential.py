@@ -8,15 +8,9 @@ import os
 import stat
 import sys
 import time
-from typing import TYPE_CHECKING
 
-from syncprims._protocol.rounds import RoundSequence
-from syncprims.interface import Note
-
-if TYPE_CHECKING:
-    from syncprims._protocol.rounds import Rounds
-    from syncprims.interface import Label
-
+from syncprims._protocol.rounds import Rounds, RoundSequence
+from syncprims.interface import Label, Note
 
 _LONGEST_DELIVERY = 0.2  # seconds
 

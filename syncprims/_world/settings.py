@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import zlib
+from collections.abc import Mapping
 
 from syncprims.errors import ConfigurationError
 from syncprims.interface import Settings, Topology
 
 from .launchers import LAUNCHERS, read_number
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _PREFIX = "SYNCPRIMS_"
 #: Every variable with our prefix that is read, without the prefix.
@@ -139,8 +137,6 @@ def derive_store(environ: Mapping[str, str], topology: Topology) -> tuple[str, i
         )
     if port:
         return address or first, read_number(environ, "MASTER_PORT")
-    import zlib  # slow to import, and only SLURM needs it
-
     run = f"{topology.run_id} {environ.get('SLURM_JOB_ID')}"
     return address or first, _FIRST_PORT + zlib.crc32(run.encode()) % _PORTS
 

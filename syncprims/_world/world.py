@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 import os
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from syncprims import errors
 from syncprims._protocol.background import Background
@@ -31,16 +33,10 @@ from syncprims.errors import (
     install,
     name_ranks,
 )
-from syncprims.interface import UNKNOWN, Note
+from syncprims.interface import UNKNOWN, Backend, Board, Note, Settings, Topology
 
 from .group import Group, close_group, rounds_of
 from .nodes import SaidPlace, identify_host, number_nodes, place_on_nodes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from syncprims.interface import Backend, Board, Settings, Topology
-
 
 #: Seconds after which a wait ends where the backend cannot distinguish a dead rank from a slow one.
 BLIND_TIMEOUT = 1800.0
@@ -347,8 +343,6 @@ def join_world(world: World) -> None:
     :raises SyncTimeout: naming the ranks that did not come in time.
     :raises ConfigurationError: on all ranks, if they disagree.
     """
-    import json  # slow to import: not before a world starts
-
     top, recorder = world.topology, world._recorder
     mine = {
         "syncprims": version(),
