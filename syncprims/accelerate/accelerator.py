@@ -36,7 +36,7 @@ from .configuration import (
     check_unsupported,
     named_handlers,
 )
-from .data_loader import order_of, skip_first_batches
+from .data_loader import loader_options, skip_first_batches
 from .saving import Checkpointing
 from .state import GradientState, RankCalls, state_of_job
 from .tracking import Tracking
@@ -138,15 +138,13 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
             divide_by_steps=True,
         )
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        per_rank = step_scheduler_with_optimizer and not data.split_batches
+        follows, whole = step_scheduler_with_optimizer, data.split_batches
+        advance = syncprims.get_world_size() if follows and not whole else 1
         options = JobOptions(
             device_placement=device_placement,
-            schedule=step_scheduler_with_optimizer,
-            schedule_advance=syncprims.get_world_size() if per_rank else 1,
-            schedule_to_end=not data.split_batches,
+            schedule={"advance": advance, "follow": follows, "to_end": not whole},
             autocast=_options(self.autocast_handler),
             ddp=_options(self.ddp_handler),
-            skip_finished=True,
         )
         self.preparation = Preparation(self.accumulator, device, options)
         self.dataloader_config = data
@@ -163,9 +161,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
 
     # -- this rank, and collectives -------------------------------------------------------------
 
-    device: torch.device = delegated(
-        "preparation.device", "The device of this rank.", settable=False
-    )
+    device: torch.device = delegated("preparation.device", "The device of this rank.")
 
     @property
     def multi_device(self) -> bool:
@@ -255,8 +251,11 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     sync_gradients: bool = delegated(
         "accumulator.sync_gradients",
         "Whether the current micro-batch closes its window. It can be set, for the next step.",
+        settable=True,
     )
-    gradient_accumulation_steps: int = delegated("accumulator.steps", "Micro-batches per step.")
+    gradient_accumulation_steps: int = delegated(
+        "accumulator.steps", "Micro-batches per step.", settable=True
+    )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of `optimizer`, by default of all, if their window is closed."""
@@ -264,13 +263,9 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
             if optimizer in (None, prepared) and prepared.sync_gradients:
                 prepared.unscale_gradients()
 
-    mixed_precision: str = delegated(
-        "accumulator.precision.mode", "The precision: ``no``, ``fp16`` or ``bf16``.", settable=False
-    )
+    mixed_precision: str = delegated("accumulator.precision.mode", "``no``, ``fp16`` or ``bf16``.")
     _models: list[nn.Module] = delegated("accumulator.models")  # transformers' Trainer asks for it
-    scaler: torch.amp.GradScaler | None = delegated(
-        "accumulator.precision.scaler", "The loss scaler; fp16 only.", settable=False
-    )
+    scaler: torch.amp.GradScaler | None = delegated("accumulator.precision.scaler", "fp16 only.")
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
         """Return a context in which forward passes compute in the job's precision.
@@ -311,38 +306,16 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
 
     @dataloader_config.setter
     def dataloader_config(self, data: Any) -> None:
-        self._data, options = data, self.preparation.options
-        for name in ("split_batches", "dispatch_batches", "even_batches", "non_blocking"):
-            setattr(options, name, getattr(data, name))
-        options.seed = data.data_seed
-        options.order = order_of(data.use_stateful_dataloader, data.use_seedable_sampler)
+        self._data = data
+        self.preparation.options.loader = functools.partial(loader_options, data)
 
-    device_placement = delegated(
-        "preparation.options.device_placement", "Whether models and batches are moved."
-    )
-    split_batches = delegated(
-        "preparation.options.split_batches", "Whether each batch is cut into one part per rank."
-    )
-    dispatch_batches = delegated(
-        "preparation.options.dispatch_batches", "Whether rank 0 reads; None: streams only."
-    )
-    even_batches = delegated(
-        "preparation.options.even_batches", "Whether ranks get equally many batches."
-    )
-    non_blocking = delegated(
-        "preparation.options.non_blocking", "Whether batches are copied while training goes on."
-    )
-
-    use_stateful_dataloader: bool = delegated(
-        "_data.use_stateful_dataloader",
-        "Whether a loaded state has the loaders' positions.",
-        settable=False,
-    )
-    use_seedable_sampler: bool = delegated(
-        "_data.use_seedable_sampler",
-        "Whether the order of shuffled data follows from a seed.",
-        settable=False,
-    )
+    device_placement = delegated("preparation.options.device_placement", settable=True)
+    even_batches = delegated("_data.even_batches", settable=True)
+    split_batches = delegated("_data.split_batches")
+    dispatch_batches = delegated("_data.dispatch_batches")
+    non_blocking = delegated("_data.non_blocking")
+    use_stateful_dataloader: bool = delegated("_data.use_stateful_dataloader")
+    use_seedable_sampler: bool = delegated("_data.use_seedable_sampler")
 
     skip_first_batches = staticmethod(skip_first_batches)
 

@@ -56,7 +56,8 @@ _INSTEAD = {
     " gradscaler fromenv contextmanager modeltpsize modulechildren prettyname hasao"
     " transformerengine honortype idtensor ignorant initializetensors gaudi1 namedtuple portinuse"
     " mergedicts hasdtensor namedmodule padinput preparemulti preparesimple preparetpu recursive"
-    " numaaffinity slicetensors torchao": "import it from accelerate.utils, whose code it is",
+    " numaaffinity slicetensors torchao acrossdata concatenate copytensor torchtensor listify"
+    " compiledmodule": "import it from accelerate.utils, whose code it is",
 }
 
 
@@ -219,17 +220,11 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
 
-@dataclass
-class TorchDynamoPlugin:
+class TorchDynamoPlugin(KwargsHandler):
     """How models are compiled: not at all, the only backend that an Accelerator takes is none."""
 
-    backend: Any = None
-    mode: str | None = None
-    fullgraph: bool | None = None
-    dynamic: bool | None = None
-    options: Any = None
-    disable: bool = False
-    use_regional_compilation: bool | None = None
+    def __init__(self, backend: Any = None, **options: Any) -> None:
+        super().__init__(backend=backend, **options)
 
 
 class LoggerType(StrEnum):

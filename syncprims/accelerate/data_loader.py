@@ -12,6 +12,7 @@ from syncprims.training import prepare_data_loader as _prepare
 from syncprims.training import skip_first_batches as _skip_first_batches
 from syncprims.training.data.sampling import SeedableRandomSampler as SeedableRandomSampler
 
+from .configuration import DataLoaderConfiguration
 from .utils import find_name as _find_name
 
 __all__ = ["SeedableRandomSampler", "prepare_data_loader", "skip_first_batches"]
@@ -27,33 +28,30 @@ def prepare_data_loader(
     rng_types: Any = None,
     put_on_device: bool = False,
     dispatch_batches: bool | None = None,
-    use_seedable_sampler: bool = False,
-    data_seed: int | None = None,
-    use_stateful_dataloader: bool = False,
     **options: Any,
 ) -> PreparedLoader[Any]:
     """Return a loader of this rank's batches. The ranks are those of the world. Collective.
 
-    `options` are those of :func:`syncprims.training.prepare_data_loader`; Accelerate's about ranks
-    and random numbers mean nothing here.
+    `options` are other fields of :class:`DataLoaderConfiguration`; Accelerate's about ranks and
+    random numbers mean nothing here.
     """
     if dispatch_batches is None and not put_on_device:
         dispatch_batches = False
-    return _prepare(
-        dataloader,
-        device=device if put_on_device else None,
-        split_batches=split_batches,
-        seed=data_seed,
-        dispatch_batches=dispatch_batches,
-        order=order_of(use_stateful_dataloader, use_seedable_sampler),
-        skip_finished=True,
-        **options,
-    )
+    config = DataLoaderConfiguration(split_batches, dispatch_batches, **options)
+    return _prepare(dataloader, device=device if put_on_device else None, **loader_options(config))
 
 
-def order_of(stateful: bool, seedable: bool) -> str:
-    """Return the order of shuffled data: ``"seeded"`` is the only one that a state can hold."""
-    return "seeded" if stateful else "seedable" if seedable else "torch"
+def loader_options(config: Any) -> dict[str, Any]:
+    """Return the options of the part's function that a configuration of loaders stands for."""
+    names = ("split_batches", "dispatch_batches", "even_batches", "non_blocking")
+    order = "seedable" if config.use_seedable_sampler else "torch"
+    return {
+        **{name: getattr(config, name) for name in names},
+        "seed": config.data_seed,
+        # The only order that a state can hold.
+        "order": "seeded" if config.use_stateful_dataloader else order,
+        "skip_finished": True,
+    }
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from syncprims import CollectiveMismatch, PeerLost, SyncTimeout, current, is_local_main, is_main
 from syncprims._world.world import get_own_group
 from syncprims.training import Accumulator, checkpoints, unwrap_model
-from syncprims.training.checkpoints import Saving, filesystem
+from syncprims.training.checkpoints import Saving, Stateful, filesystem
 from syncprims.training.checkpoints.coordination import coordinate, directory_path
 from syncprims.training.checkpoints.stateful import state_of
 from syncprims.training.optimizer import delegated
@@ -98,14 +98,8 @@ class Checkpointing:
         self._before_saving: OrderedDict[int, SaveHook] = OrderedDict()
         self._before_loading: OrderedDict[int, LoadHook] = OrderedDict()
 
-    project_dir = delegated(
-        "project_configuration.project_dir", "The project's directory.", settable=False
-    )
-    logging_dir = delegated(
-        "project_configuration.logging_dir",
-        "Where trackers may write: by default the project's directory.",
-        settable=False,
-    )
+    project_dir = delegated("project_configuration.project_dir", "The project's directory.")
+    logging_dir = delegated("project_configuration.logging_dir", "Where trackers may write.")
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write `obj` to the file `f` on rank 0, completely or not at all; others return at once.
@@ -148,27 +142,29 @@ class Checkpointing:
                 f"{', '.join(f'{name}: {fresh[name]!r}' for name in wrong)} has no state_dict() "
                 f"and load_state_dict(); only objects that have both can be checkpointed"
             )
-        if taken := fresh.keys() & self._stateful().keys():
+        if taken := fresh.keys() & self._stateful(self._models_inside()).keys():
             raise ValueError(f"names that are taken: {sorted(taken)}; give the objects others")
         self._registered.update(fresh)
 
-    def _stateful(self) -> dict[str, Any]:
+    def _models_inside(self) -> list[nn.Module]:
+        """Return the models inside of the prepared ones."""
+        return [unwrap_model(model) for model in self.accumulator.models]
+
+    def _stateful(self, models: Iterable[Stateful]) -> dict[str, Any]:
         """Return, by name, the objects whose state is the same on all ranks."""
         accumulator = self.accumulator
-        named: dict[str, Any] = {}
-        if accumulator.precision.scaler is not None:
-            named["precision"] = accumulator.precision
-        named |= self._named_models()
-        named |= {f"optimizer_{i}": obj for i, obj in enumerate(accumulator.optimizers)}
-        named |= {f"scheduler_{i}": obj for i, obj in enumerate(accumulator.schedules)}
+        scaled = accumulator.precision.scaler is not None
         # A position in an epoch is one of all ranks, of any number of them.
         loaders = self.preparation.loaders if self.use_stateful_dataloader else []
-        named |= {f"loader_{i}": loader for i, loader in enumerate(loaders)}
-        return {**named, **self._registered}
-
-    def _named_models(self) -> dict[str, nn.Module]:
-        """Return the models inside of the prepared ones, by the names for saving them."""
-        return {f"model_{i}": unwrap_model(m) for i, m in enumerate(self.accumulator.models)}
+        several: dict[str, Iterable[Any]] = {
+            "model": models,
+            "optimizer": accumulator.optimizers,
+            "scheduler": accumulator.schedules,
+            "loader": loaders,
+        }
+        named = {f"{kind}_{i}": obj for kind, some in several.items() for i, obj in enumerate(some)}
+        precision = {"precision": accumulator.precision} if scaled else {}
+        return {**precision, **named, **self._registered}
 
     # -- hooks ------------------------------------------------------------------------------------
 
@@ -176,9 +172,9 @@ class Checkpointing:
         """Call ``hook(models, weights, directory)`` on every rank before each :meth:`save_state`.
 
         The models are those inside of DDP. The hook may write its own files to the directory, which
-        exists, change the models' weights, and remove from the list the weights that are not to be
-        saved: the first rank's list counts. If it raises, so does the save, on all ranks that wait
-        for each other in it. The handle's ``remove()`` ends it.
+        exists, change the models' weights, and remove from the end of the list those that are not
+        to be saved: as many on all ranks as on the first. If it raises, so does the save, on all
+        ranks that wait for each other in it. The handle's ``remove()`` ends it.
         """
         return _add(self._before_saving, hook)
 
@@ -195,43 +191,27 @@ class Checkpointing:
 
         :raises CheckpointError: on all ranks, if a hook raises on one.
         """
-        objects, models = self._stateful(), self._named_models()
+        models = self._models_inside()
         if not self._before_saving:
-            return objects
+            return self._stateful(models)
         path = directory_path(directory)
-        originals = [state_of(model) for model in models.values()]
 
-        def call_hooks() -> list[Weights | None]:
+        def call_hooks() -> list[Weights]:
             Path(path).mkdir(parents=True, exist_ok=True)
-            some, weights = list(models.values()), list(originals)
+            some, weights = list(models), [state_of(model) for model in models]
             for hook in list(self._before_saving.values()):
                 hook(some, weights, path)
-            if len(weights) == len(originals):
-                return list(weights)  # possibly replaced by other weights
-            left = [w if any(w is each for each in weights) else None for w in originals]
-            if sum(w is not None for w in left) < len(weights):
-                raise ValueError(
-                    "a hook that puts other weights into the list takes none out of it"
-                )
-            return left
+            return weights
 
-        own, marks = coordinate(
-            f"save_state to {path}", call_hooks, lambda left: [w is not None for w in left]
-        )
-        for name, mine, saved, original in zip(models, own, marks[0], originals, strict=True):
-            if saved:
-                objects[name] = _SavedWeights(original if mine is None else mine)
-            else:
-                del objects[name]
-        return objects
+        own, counts = coordinate(f"save_state to {path}", call_hooks, len)
+        return self._stateful([_SavedWeights(weights) for weights in own[: counts[0]]])
 
     def _objects_to_load(self, directory: str, strict: bool) -> dict[str, Any]:
         """Return the common objects without the models that the hooks load themselves.
 
         :raises CheckpointError: on all ranks, if a hook raises on one.
         """
-        objects, models = self._stateful(), self._named_models()
-        path, left = directory_path(directory), list(models.values())
+        path, left = directory_path(directory), self._models_inside()
 
         def call_hooks() -> None:
             for hook in list(self._before_loading.values()):
@@ -239,12 +219,7 @@ class Checkpointing:
 
         if self._before_loading:
             coordinate(f"load_state from {path}", call_hooks)
-        for name, model in models.items():
-            if not any(model is each for each in left):
-                del objects[name]
-            elif not strict:
-                objects[name] = _PartOfWeights(model)
-        return objects
+        return self._stateful(left if strict else [_PartOfWeights(model) for model in left])
 
     # -- models and states ------------------------------------------------------------------------
 
@@ -261,12 +236,6 @@ class Checkpointing:
         is spread over ranks is saved by all. See :func:`syncprims.training.save_model`.
         """
         model = unwrap_model(model)
-        every = dict(model.named_parameters(remove_duplicate=False))
-        if is_main() and (tied := every.keys() - dict(model.named_parameters()).keys()):
-            filesystem.LOG.warning(
-                "save_model: %s are tied to other parameters, under whose names their values are "
-                "saved; a model that ties them again loads them", sorted(tied),
-            )  # fmt: skip
         arguments = (model, save_directory, max_shard_size, safe_serialization)
         if _is_spread(model):
             with _for_all_ranks("save_model()"):
@@ -322,7 +291,7 @@ class Checkpointing:
             self.project_configuration.iteration = number + 1
             return saving
         path = os.fspath(output_dir)
-        if any(map(_is_spread, self._named_models().values())):
+        if any(map(_is_spread, self._models_inside())):
             with _for_all_ranks("save_state()"):
                 common = self._objects_to_save(path)
                 return checkpoints.save_state(path, common, block=block)
@@ -332,7 +301,7 @@ class Checkpointing:
             path, lambda: self._objects_to_save(path), mark=mark, block=block
         )
         if not safe_serialization and is_main():
-            for i, model in enumerate(self._named_models().values()):
+            for i, model in enumerate(self._models_inside()):
                 name = f"pytorch_model_{i}.bin" if i else "pytorch_model.bin"
                 checkpoints.save_object(model.state_dict(), f"{path}/{name}", safe=False)
         return saving
@@ -372,9 +341,7 @@ class Checkpointing:
         steps = self._checkpoints()
         there = checkpoints.agreed_steps(steps, f"load_state from {steps.directory}")
         step = there[-1] if there else None
-        path = "" if step is None else steps.path(step)
-        common = self._objects_to_load(path, strict) if path else self._stateful()
-        steps.load(common, step)
+        steps.load({} if step is None else self._objects_to_load(steps.path(step), strict), step)
 
     def _checkpoints(self) -> checkpoints.Checkpoints:
         if self.project_dir is None:

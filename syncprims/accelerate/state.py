@@ -190,11 +190,9 @@ class GradientState:
     sync_gradients: bool = delegated(
         "_job.sync_gradients", "Whether the current micro-batch closes its window."
     )
-    num_steps: int = delegated("_job.steps", "Micro-batches per step.", settable=False)
+    num_steps: int = delegated("_job.steps", "Micro-batches per step.")
     sync_with_dataloader: bool = delegated(
-        "_job.sync_with_dataloader",
-        "Whether the last batch of a loader closes a window.",
-        settable=False,
+        "_job.sync_with_dataloader", "Whether the last batch of a loader closes a window."
     )
 
     @property

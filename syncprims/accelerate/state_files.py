@@ -79,14 +79,11 @@ def load_alone(directory: StateFiles, objects: Callable[[], Mapping[str, Statefu
 
     def read() -> bool:
         with get_own_group(current()):
+            load_state(path, objects(), rng=is_main())
             if is_main():
-                load_state(path, objects())
                 return True
-            load_state(path, objects(), rng=False, strict=False)
             part = _part(path, get_rank())
-            if not filesystem.exists(f"{part}/{MANIFEST}"):
-                return False
-            if read_manifest(part).step != mark:
+            if not filesystem.exists(f"{part}/{MANIFEST}") or read_manifest(part).step != mark:
                 return False
             load_state(part, {})
             return True

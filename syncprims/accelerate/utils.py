@@ -17,14 +17,14 @@ import torch
 from torch.torch_version import TorchVersion
 
 import syncprims
-from syncprims.training import PreparedLoader, rank_device, unwrap_model
+from syncprims.training import PreparedLoader, unwrap_model
 from syncprims.training import gathering as _gathering
 from syncprims.training import set_seed as set_seed
 from syncprims.training.checkpoints import save_object
 from syncprims.training.checkpoints.save_model import FIRST_FILES as _FIRST_FILES
 from syncprims.training.gathering import broadcast as broadcast
 from syncprims.training.gathering import pad_across_processes as pad_across_processes
-from syncprims.training.pytree import batch_length, map_tensors, tensors_of
+from syncprims.training.pytree import as_mapping_type, batch_length
 from syncprims.training.pytree import to_device as _to_device
 
 from .configuration import AutocastKwargs as AutocastKwargs
@@ -69,11 +69,6 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
-def copy_tensor_to_devices(tensor: Any = None) -> Any:
-    """Return rank 0's tensor on this rank's device. Collective."""
-    return _to_device(syncprims.broadcast(tensor), rank_device())
-
-
 def reduce(tensor: Any, reduction: _gathering.Reduction = "mean", scale: float = 1.0) -> Any:
     """Return the tensors' ``mean``, ``sum``, ``max`` or the like over all ranks. Collective."""
     return _gathering.reduce(tensor, reduction, scale)
@@ -89,36 +84,8 @@ def send_to_device(
             key: part if key in skipped else send_to_device(part, device, non_blocking, skipped)
             for key, part in tensor.items()
         }
-        return type(tensor)(moved)  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
+        return as_mapping_type(tensor, moved)
     return _to_device(tensor, torch.device(device), non_blocking=non_blocking)
-
-
-def is_torch_tensor(tensor: Any) -> bool:
-    """Return whether it is a tensor."""
-    return isinstance(tensor, torch.Tensor)
-
-
-def concatenate(data: Any, dim: int = 0) -> Any:
-    """Return one structure with the tensors of all, concatenated."""
-    columns = zip(*(tensors_of(part) for part in data), strict=True)
-    joined = iter([torch.cat(column, dim) for column in columns])
-    return map_tensors(lambda _: next(joined), data[0])
-
-
-def convert_to_fp32(tensor: Any) -> Any:
-    """Return `tensor` with half precision converted to float32."""
-    halves = (torch.float16, torch.bfloat16)
-    return map_tensors(lambda one: one.float() if one.dtype in halves else one, tensor)
-
-
-def listify(data: Any) -> Any:
-    """Return `data` with tensors as lists of numbers."""
-
-    def listed(one: torch.Tensor) -> Any:
-        one = one.detach().cpu()
-        return (one.float() if one.dtype == torch.bfloat16 else one).tolist()
-
-    return map_tensors(listed, data)
 
 
 # -- what is installed, and what the device can do ------------------------------------------------
@@ -162,11 +129,7 @@ def find_name(module: str, name: str) -> Any:
     topic = name.removeprefix("is_").removesuffix("_available")
     package = _PACKAGES.get(topic, topic)
     answer = _ANSWERS.get(topic) or (lambda: topic not in _NEVER and find_spec(package) is not None)
-
-    def is_available(*_: Any, **__: Any) -> bool:
-        return answer()
-
-    return is_available
+    return lambda *_, **__: answer()
 
 
 def __getattr__(name: str) -> Any:
@@ -267,17 +230,10 @@ def extract_model_from_parallel(
     return unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
 
-def is_compiled_module(module: Any) -> bool:
-    """Return whether the module is compiled."""
-    return hasattr(module, "_orig_mod")
-
-
 def is_peft_model(model: Any) -> bool:
     """Return whether the model, inside of its wrappers, is one of peft."""
     kinds = type(unwrap_model(model)).__mro__
-    return any(
-        f"{kind.__module__}.{kind.__name__}" == "peft.peft_model.PeftModel" for kind in kinds
-    )
+    return any(f"{k.__module__}.{k.__name__}" == "peft.peft_model.PeftModel" for k in kinds)
 
 
 def wait_for_everyone() -> None:
@@ -329,28 +285,22 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 # -- random states made equal on all ranks --------------------------------------------------------
 
 
-def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Give one generator of all ranks the state of rank 0's. Collective.
-
-    :raises ValueError: for an unknown kind, and for ``"generator"`` without one.
-    """
-    kind = getattr(rng_type, "value", rng_type)
-    if kind == "torch":
-        torch.set_rng_state(syncprims.broadcast(torch.get_rng_state()))
-    elif kind == "cuda":
-        torch.cuda.set_rng_state(syncprims.broadcast(torch.cuda.get_rng_state()))
-    elif kind == "generator" and generator is not None:
-        generator.set_state(syncprims.broadcast(generator.get_state()))
-    else:
-        raise ValueError(f"rng_type={rng_type!r}: it takes 'torch', 'cuda', or 'generator' and one")
-
-
 def synchronize_rng_states(
     rng_types: Sequence[Any], generator: torch.Generator | None = None
 ) -> None:
-    """Give these generators of all ranks the states of rank 0's. Collective."""
-    for kind in rng_types:
-        synchronize_rng_state(kind, generator)
+    """Give these generators of all ranks the states of rank 0's. Collective.
+
+    :raises ValueError: for an unknown kind, and for ``"generator"`` without one.
+    """
+    for given in rng_types:
+        kind = getattr(given, "value", given)
+        if kind == "generator" and generator is not None:
+            generator.set_state(syncprims.broadcast(generator.get_state()))
+        elif kind in ("torch", "cuda"):
+            module: Any = torch if kind == "torch" else torch.cuda
+            module.set_rng_state(syncprims.broadcast(module.get_rng_state()))
+        else:
+            raise ValueError(f"{given!r}: known are 'torch', 'cuda', and 'generator' with one")
 
 
 # -- ranks on this machine, and models without memory ---------------------------------------------

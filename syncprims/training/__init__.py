@@ -35,32 +35,11 @@ from .pytree import to_device
 from .rng import set_seed
 from .uneven_inputs import join_uneven_inputs
 
-__all__ = [
-    "Accumulator",
-    "CheckpointError",
-    "Checkpoints",
-    "Loaded",
-    "Precision",
-    "PreparedLoader",
-    "PreparedOptimizer",
-    "PreparedScheduler",
-    "Saving",
-    "Stateful",
-    "average_gradients",
-    "broadcast_buffers",
-    "broadcast_model",
-    "gather",
-    "join_uneven_inputs",
-    "load_checkpoint_in_model",
-    "load_state",
-    "pad_across_processes",
-    "prepare",
-    "prepare_data_loader",
-    "rank_device",
-    "save_model",
-    "save_state",
-    "set_seed",
-    "skip_first_batches",
-    "to_device",
-    "unwrap_model",
-]
+__all__ = [  # noqa: RUF022 - by the modules they come from
+    "Accumulator", "CheckpointError", "Checkpoints", "Loaded", "Saving", "Stateful",
+    "load_checkpoint_in_model", "load_state", "save_model", "save_state",
+    "PreparedLoader", "prepare_data_loader", "skip_first_batches", "gather", "pad_across_processes",
+    "average_gradients", "broadcast_buffers", "broadcast_model",
+    "PreparedOptimizer", "PreparedScheduler", "Precision", "prepare", "rank_device", "unwrap_model",
+    "to_device", "set_seed", "join_uneven_inputs",
+]  # fmt: skip

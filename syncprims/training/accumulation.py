@@ -160,13 +160,11 @@ class Accumulator:
             factor = 1.0 / self.steps
         else:
             if self._announce is not None:
-                raise ValueError(
-                    "join_uneven_inputs(): backward(weight=...) counts the items of all ranks, and "
-                    "needs `with accumulate(model):` around the micro-batch there"
-                )
+                text = "backward(weight=...) needs `with accumulate(model):` around the micro-batch"
+                raise ValueError(f"join_uneven_inputs(): {text} there")
             factor = _mean_factor(all_reduce(_checked(weight), name="weights"))
         self._run_backward(loss, factor, options)
-        self._average([m for m in self.models if not _is_in(m, self._unsynced)])
+        self._average([m for m in self.models if m not in self._unsynced])
 
     def _run_backward(self, loss: torch.Tensor, factor: float, options: dict[str, Any]) -> None:
         """Add the gradients of `loss` times `factor`."""
@@ -226,7 +224,7 @@ class Accumulator:
     def _average_plain(self, models: Sequence[nn.Module]) -> None:
         """Average after a script's own backward pass, unless a window or ``no_sync`` holds it."""
         waiting = [m for w in self.entered if w.inside and not w.averages for m in w.models]
-        self._average([m for m in models if not _is_in(m, [*waiting, *self._unsynced])])
+        self._average([m for m in models if m not in [*waiting, *self._unsynced]])
 
     def _average(self, models: Sequence[nn.Module]) -> None:
         """Average what a backward pass outside of windows left in `models`. Collective.
@@ -244,7 +242,7 @@ class Accumulator:
             return
         own = dict.fromkeys(p for m in models for p in m.parameters())
         if self._announce is not None:
-            numbers = [i for i, known in enumerate(self.models) if _is_in(known, models)]
+            numbers = [i for i, known in enumerate(self.models) if known in models]
             uncleared = any(p.grad is not None and p.grad is self._averaged.get(p) for p in own)
             self._announce("gradients", (numbers, uncleared))
         average_gradients(own)
@@ -289,10 +287,8 @@ class Accumulator:
         wanted = {id(p) for p in parameters}
         owners = [o for o in self.optimizers if wanted & {id(p) for p in parameters_of(o)}]
         if not owners and self.precision.scaler is not None and parameters:
-            raise ValueError(
-                "under fp16 gradients are scaled, and no prepared optimizer owns these parameters; "
-                "prepare the optimizer before clipping"
-            )
+            text = "fp16: no prepared optimizer owns these parameters; prepare it before clipping"
+            raise ValueError(text)
         for optimizer in owners:
             optimizer.unscale_gradients()
 
@@ -395,8 +391,7 @@ class AccumulationWindow:
     def __enter__(self) -> None:
         if self.inside:
             raise RuntimeError(
-                "accumulate() of these models is entered inside of itself; one block holds one "
-                "micro-batch"
+                "accumulate() is entered inside of itself; a block is one micro-batch"
             )
         announce = self._accumulator._announce
         at_end = self._at_end()
@@ -475,9 +470,8 @@ class AccumulationWindow:
             self._items += items
         elif self._current != items:
             raise ValueError(
-                "the backward passes of one micro-batch have different weights, and their "
-                "gradients stand mixed in this window; add the losses up before one backward(), "
-                "or use one Accumulator for each"
+                "the backward passes of one micro-batch have different weights; add the losses up "
+                "before one backward(), or use one Accumulator for each"
             )
         self._weighted, self._current = weight is not None, items
         self.passes += 1
@@ -551,10 +545,6 @@ def _checked(weight: float) -> float:
 def _mean_factor(items: float) -> float:
     """Return the factor that makes a sum over these items of all ranks their mean."""
     return get_world_size() / items if items else 0.0
-
-
-def _is_in(model: nn.Module, models: Iterable[nn.Module]) -> bool:
-    return any(model is other for other in models)
 
 
 def _listed(parameters: Parameters) -> list[torch.Tensor]:

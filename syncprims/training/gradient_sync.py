@@ -16,7 +16,7 @@ from zlib import crc32
 
 import torch
 from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parameter import is_lazy
 
 from syncprims import RankMismatch, all_gather, all_reduce, broadcast, get_world_size
@@ -180,16 +180,14 @@ def describe(tensor: torch.Tensor) -> str:
 
 def averages_gradients_itself(model: nn.Module) -> bool:
     """Return whether `model` averages its gradients over the ranks, as in DDP and FSDP."""
-    return isinstance(model, DistributedDataParallel) or hasattr(
-        model, "set_requires_gradient_sync"
-    )
+    return isinstance(model, DDP) or hasattr(model, "set_requires_gradient_sync")
 
 
 @contextlib.contextmanager
 def gradient_sync(model: Any, enabled: bool) -> Generator[None]:
     """Say whether a backward pass of the wrapper averages gradients, whatever was said before."""
     with contextlib.ExitStack() as stack:
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, DDP):
             before = model.require_backward_grad_sync
             model.require_backward_grad_sync = enabled
             stack.callback(setattr, model, "require_backward_grad_sync", before)
@@ -222,7 +220,7 @@ class BackwardWatch:
 
     def add(self, model: nn.Module) -> None:
         """Watch `model`, also those of its parameters that are frozen now."""
-        if any(model is known for known in self._models):
+        if model in self._models:
             return
         place = len(self._models)
         self._models.append(model)

@@ -14,7 +14,7 @@ from .accumulation import AccumulationWindow, Accumulator, parameters_of
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # pyright: ignore[reportPrivateUsage]
 
 
-def delegated(path: str, meaning: str = "", *, settable: bool = True) -> Any:
+def delegated(path: str, meaning: str = "", *, settable: bool = False) -> Any:
     """Return a property that is an attribute of another object, such as ``optimizer.state``."""
     owner, _, name = path.rpartition(".")
     find_owner = operator.attrgetter(owner)
@@ -57,9 +57,9 @@ class PreparedOptimizer(Optimizer):
 
     # -- the optimizer's own ------------------------------------------------------------------
 
-    state = delegated("optimizer.state")
-    param_groups = delegated("optimizer.param_groups")
-    defaults = delegated("optimizer.defaults")
+    state = delegated("optimizer.state", settable=True)
+    param_groups = delegated("optimizer.param_groups", settable=True)
+    defaults = delegated("optimizer.defaults", settable=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)

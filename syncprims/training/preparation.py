@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, TypeVarTuple, overload
 
 import torch
@@ -61,28 +62,13 @@ def rank_device(*, cpu: bool = False) -> torch.device:
 
 @dataclass(kw_only=True)
 class JobOptions:
-    """Options for everything that one job prepares, with their defaults."""
+    """Options for everything that one job prepares: beside the first, those of the functions."""
 
     device_placement: bool = True  #: models and batches are moved to the device
-    even_batches: bool = True
-    split_batches: bool = False
-    dispatch_batches: bool | None = False  #: rank 0 reads for all; None: streams only
-    seed: int | None = None
-    order: str = "seeded"  #: of shuffled data, or ``"torch"``, or ``"seedable"``
-    skip_finished: bool = False  #: a state saved in an epoch's last batch goes on with the next one
-    non_blocking: bool = False
-    schedule: bool = True  #: schedules follow the optimizers' steps
-    schedule_advance: int = 1  #: per step of the optimizer
-    schedule_to_end: bool = False  #: schedules that have an end stay there
-    autocast: dict[str, Any] | None = None  #: options for the forward passes of models
-    ddp: dict[str, Any] | None = None  #: options for DDP
-
-
-#: Those of :func:`prepare_data_loader`.
-_LOADER_OPTIONS = (
-    "even_batches", "split_batches", "dispatch_batches", "seed", "order", "skip_finished",
-    "non_blocking",
-)  # fmt: skip
+    loader: Callable[[], dict[str, Any]] = dict  #: returns those of :func:`prepare_data_loader`
+    schedule: dict[str, Any] = field(default_factory=dict)  #: of :class:`PreparedScheduler`
+    autocast: dict[str, Any] = field(default_factory=dict)  #: of :meth:`Precision.apply`
+    ddp: dict[str, Any] = field(default_factory=dict)
 
 
 class _NoSync:
@@ -120,7 +106,7 @@ class Preparation:
 
         :raises RankMismatch: on all ranks, if the models differ in more than their values.
         """
-        if any(model is known for known in self.accumulator.models):
+        if model in self.accumulator.models:
             return model
         wrapped = averages_gradients_itself(model)
         is_spread = getattr(model, "hf_device_map", None) is not None  # over several devices
@@ -129,13 +115,13 @@ class Preparation:
         if not wrapped:
             broadcast_model(model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        self.accumulator.precision.apply(inner, **(self.options.autocast or {}))
+        self.accumulator.precision.apply(inner, **self.options.autocast)
         trained = wrap and any(p.requires_grad for p in model.parameters())
         grouped = has_process_group() and distributed.get_world_size() == get_world_size() > 1
         if trained and not wrapped and grouped:
             # The window broadcasts buffers after each step: then ranks agree when they evaluate,
             # and a model may run twice before its backward pass.
-            options: dict[str, Any] = {_BUFFERS: False, **(self.options.ddp or {})}
+            options: dict[str, Any] = {_BUFFERS: False, **self.options.ddp}
             if self.device.type == "cuda":
                 options.setdefault("device_ids", [self.device.index])
             model = DistributedDataParallel(model, **options)
@@ -151,9 +137,9 @@ class Preparation:
             loader,
             device=self.device if self.options.device_placement else None,
             loaders=self.accumulator.loaders,
-            **{name: getattr(self.options, name) for name in _LOADER_OPTIONS},
+            **self.options.loader(),
         )
-        if not any(prepared is known for known in self.loaders):
+        if prepared not in self.loaders:
             self.loaders.append(prepared)
         return prepared
 
@@ -162,7 +148,7 @@ class Preparation:
         accumulator = self.accumulator
         if not isinstance(optimizer, PreparedOptimizer):
             prepared = PreparedOptimizer(optimizer, accumulator)
-        elif any(optimizer is known for known in accumulator.optimizers):
+        elif optimizer in accumulator.optimizers:
             return optimizer
         else:  # another accumulator's, or forgotten here
             prepared = optimizer
@@ -171,21 +157,13 @@ class Preparation:
         return prepared
 
     def scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Return `scheduler` wrapped; with `schedule` it advances once per optimizer step."""
-        accumulator, options = self.accumulator, self.options
-        if isinstance(scheduler, PreparedScheduler):
-            prepared = scheduler
-        else:
-            advance = options.schedule_advance if options.schedule else 1
-            prepared = PreparedScheduler(
-                scheduler,
-                accumulator.optimizers,
-                advance,
-                follow=options.schedule,
-                to_end=options.schedule_to_end,
-            )
-        if not any(prepared is known for known in accumulator.schedules):
-            accumulator.schedules.append(prepared)
+        """Return `scheduler` wrapped: by default it advances once per optimizer step."""
+        optimizers, schedules = self.accumulator.optimizers, self.accumulator.schedules
+        prepared = scheduler
+        if not isinstance(prepared, PreparedScheduler):
+            prepared = PreparedScheduler(scheduler, optimizers, **self.options.schedule)
+        if prepared not in schedules:
+            schedules.append(prepared)
         return prepared
 
     def all(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -209,14 +187,22 @@ def prepare(obj: T, /, *, accumulator: Accumulator, **options: Any) -> T: ...
 @overload
 def prepare(*objects: *Ts, accumulator: Accumulator, **options: Any) -> tuple[*Ts]: ...
 def prepare(  # type: ignore[misc]
-    *objects: Any, accumulator: Accumulator, device: torch.device | None = None, **options: Any
+    *objects: Any,
+    accumulator: Accumulator,
+    device: torch.device | None = None,
+    device_placement: bool = True,
+    ddp: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Any:
     """Return the objects prepared for this rank, in their order. Collective.
 
     Models, optimizers, loaders and schedules, in any order; a single object is returned without a
-    tuple. `options` are those of :class:`JobOptions`.
+    tuple. Without `device_placement` models and batches are not moved to the device. `ddp` has
+    options for DDP, where models are wrapped in it, and `options` are those of
+    :func:`prepare_data_loader`.
     """
-    preparation = Preparation(accumulator, device or rank_device(), JobOptions(**options))
+    chosen = JobOptions(device_placement=device_placement, loader=lambda: options, ddp=ddp or {})
+    preparation = Preparation(accumulator, device or rank_device(), chosen)
     made = preparation.all(objects)
     return made[0] if len(made) == 1 else made
 

@@ -69,12 +69,8 @@ def batch_length(tree: Any) -> int:
 
 
 def has_only_tensors(tree: Any) -> bool:
-    """Return whether every leaf of lists, tuples and mappings is a tensor."""
-    if isinstance(tree, list | tuple):
-        return all(map(has_only_tensors, tree))
-    if not torch.is_tensor(tree) and hasattr(tree, "values"):
-        return all(map(has_only_tensors, tree.values()))
-    return torch.is_tensor(tree)
+    """Return whether every leaf that :func:`map_tensors` sees is a tensor."""
+    return all(isinstance(leaf, torch.Tensor) for _, leaf in named_leaves(tree))
 
 
 def as_mapping_type(tree: Any, mapped: dict[Any, Any]) -> Any:

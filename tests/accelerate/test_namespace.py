@@ -7,7 +7,6 @@ import importlib
 import io
 import logging
 import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +28,6 @@ if TYPE_CHECKING:
 in_threads = pytest.mark.parametrize(
     "kind", [k for k in KINDS if str(k) == "threads-2"], ids=str, indirect=True
 )
-
-
-def test_importing_syncprims_imports_no_torch() -> None:
-    code = "import syncprims, sys; print({'torch', 'syncprims.accelerate'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
 
 
 @pytest.mark.parametrize(
@@ -140,13 +133,13 @@ def test_loggers(world: Ranks) -> None:
         logging.getLogger().setLevel(root)
         of_all.logger.handlers.clear()
     assert first.splitlines() == [
-        "program [RANK 0] main only",
-        "program [RANK 0] all",
-        "program [RANK 0] in turn",
-        "warning_once [RANK 0] once",
+        "program [rank 0] main only",
+        "program [rank 0] all",
+        "program [rank 0] in turn",
+        "warning_once [rank 0] once",
     ]
-    assert second.splitlines() == ["program [RANK 1] all", "program [RANK 1] in turn"]
-    assert sorted(shared.getvalue().splitlines()) == ["[RANK 0] of 0", "[RANK 1] of 1"]
+    assert second.splitlines() == ["program [rank 1] all", "program [rank 1] in turn"]
+    assert sorted(shared.getvalue().splitlines()) == ["[rank 0] of 0", "[rank 1] of 1"]
 
 
 @in_threads
@@ -185,15 +178,13 @@ def test_operations(world: Ranks) -> None:
         objects = [f"from {rank}", rank]
         batch = {"x": torch.ones(2, 3), "y": [torch.zeros(2)]}
         assert utils.find_batch_size(batch) == 2
-        assert utils.concatenate([batch, batch])["x"].shape == (4, 3)
-        assert utils.convert_to_fp32(torch.ones(1).half()).dtype == torch.float32
         assert utils.send_to_device(batch, "meta", skip_keys="y")["y"][0].device.type == "cpu"
         return [
             utils.gather_object([rank]),
             utils.broadcast_object_list(objects),
             utils.reduce(torch.tensor([1.0 + rank])).tolist(),
             utils.gather(torch.tensor([rank])).tolist(),
-            utils.listify(utils.pad_across_processes(torch.ones(1 + rank))),
+            utils.pad_across_processes(torch.ones(1 + rank)).tolist(),
         ]
 
     rows = world.run(program)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 #: The calls of `os` that checkpoints use. A test checks that there are no others.
 CALLS = (
-    "open", "write", "pwrite", "read", "preadv", "posix_fadvise", "fsync", "close", "fstat", "stat",
-    "lstat", "listdir", "mkdir", "rename", "unlink", "rmdir",
+    "open", "write", "lseek", "read", "preadv", "posix_fadvise", "fsync", "close", "fstat", "stat",
+    "lstat", "listdir", "mkdir", "replace", "unlink", "rmdir",
 )  # fmt: skip
 
 

@@ -146,23 +146,6 @@ def test_batches_of_mixed_sizes_come_whole(world: Ranks, way: Any) -> None:
 
 @on_few
 @ways
-def test_uneven_ones_are_never_repeated(world: Ranks, way: Any) -> None:
-    def program() -> list[Any]:
-        job = new_job(**way, even_batches=False)
-        return [[batch.tolist() for batch in case.loader(job)] for case in CASES]
-
-    outcomes = world.run(program)
-    for case, ranks in zip(CASES, zip(*outcomes, strict=True), strict=True):
-        rounds = len(case.sizes) // world.ranks
-        dropping = case.drop_last and not way
-        kept = case.sizes[: rounds * world.ranks] if dropping else case.sizes
-        read = sorted(item for batches in ranks for batch in batches for item in batch)
-        assert read == sorted({*read}), case
-        assert len(read) == sum(kept), case
-
-
-@on_few
-@ways
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 def test_an_order_of_buckets_goes_on_in_the_middle(world: Ranks, way: Any, even: bool) -> None:
     def program() -> int:
@@ -172,7 +155,7 @@ def test_an_order_of_buckets_goes_on_in_the_middle(world: Ranks, way: Any, even:
             return metrics(job, loader) if even else [batch.tolist() for batch in loader]
 
         tried = 0
-        for case in CASES[::2]:
+        for case in CASES[::4]:
             first, again = case.loader(job), case.loader(job)
             first.set_epoch(1)
             states = [first.state_dict() for _ in first]

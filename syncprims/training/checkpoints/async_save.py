@@ -23,7 +23,7 @@ from syncprims._world.runtime import get_active_group
 from syncprims._world.world import open_rounds
 
 from . import filesystem
-from .coordination import attempt, cleanup_on_error, coordinate
+from .coordination import cleanup_on_error, coordinate
 from .safetensors_file import in_huge_pages
 
 if TYPE_CHECKING:
@@ -131,15 +131,15 @@ class Saving:
 
     def _run(self) -> None:
         save = self._save
-        with self._lock, self._group:
-            outcome = attempt(save.run)
-        error = outcome.exception()
-        if error is not None:  # the program may end without calling wait()
+        try:
+            with self._lock, self._group:
+                save.run()
+        except Exception as error:
+            # The program may end without calling wait().
             filesystem.LOG.error("%s, in the background, has failed: %s", save.doing, error)
-        if error is None:
-            self._outcome.set_result(None)
-        else:
             self._outcome.set_exception(error)
+        else:
+            self._outcome.set_result(None)
 
 
 def _group_of_threads() -> Group:

@@ -311,15 +311,11 @@ class Save:
             raise failure
         return results
 
-    def remove_own_files(self) -> None:
-        """Remove this rank's files."""
-        for name, writer, _ in self.files:
-            if writer == self.number:
-                filesystem.remove_or_log(f"{self.place.folder}/{name}")
-
     def clean_up(self) -> None:
         """Remove what this rank is responsible for, after a failure on any rank."""
-        self.remove_own_files()  # also on the leading rank: all of them, whatever the others did
+        for name, writer, _ in self.files:
+            if writer == self.number:  # the leading rank removes all of them, if the others cannot
+                filesystem.remove_or_log(f"{self.place.folder}/{name}")
         if self.leads:
             self.abandon()
 

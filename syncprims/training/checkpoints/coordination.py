@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from syncprims import CheckpointError, Failure, SyncError, get_rank
@@ -63,29 +62,6 @@ def meet(doing: str, path: str = "") -> list[int]:
     return [member[0] for member in members]
 
 
-def attempt(part: Callable[[], T]) -> Future[T]:
-    """Return what ``part()`` returns or raises, as a future that is done."""
-    done: Future[T] = Future()
-    try:
-        done.set_result(part())
-    except Exception as error:
-        done.set_exception(error)
-    return done
-
-
-def message_of(outcome: Future[Any]) -> dict[str, Any]:
-    """Return what the other ranks receive of this rank's part: what it returned, or the error."""
-    error = outcome.exception()
-    path, number = getattr(error, "filename", None), getattr(error, "errno", None)
-    return {
-        "rank": get_rank(),
-        "failure": None if error is None else list(Failure.of(get_rank(), error)),
-        "summary": None if error is not None else outcome.result(),
-        "path": None if path is None else str(path),
-        "errno": number if isinstance(number, int) else None,
-    }
-
-
 def coordinate(
     doing: str,
     part: Callable[[], T],
@@ -99,28 +75,29 @@ def coordinate(
     :raises CheckpointError: the same on all ranks, if `part` raised on any.
     """
     results: list[T] = []
-
-    def both() -> Any:
+    summary, own = None, None
+    try:
         results.append(part())
-        return summarize(results[0])
-
-    outcome = attempt(both)
-    messages = gather_as(get_active_group(), _call_name(doing), message_of(outcome))
-    summaries = combine(doing, messages, outcome.exception())
-    return results[0], summaries
-
-
-def combine(
-    doing: str, messages: Sequence[dict[str, Any]], error: BaseException | None
-) -> list[Any]:
-    """Return the summaries in the ranks' messages. `error` is this rank's own.
-
-    :raises CheckpointError: if one of them is a failure.
-    """
+        summary = summarize(results[0])
+    except Exception as error:
+        own = error
+    path, number = getattr(own, "filename", None), getattr(own, "errno", None)
+    message = {
+        "failure": None if own is None else list(Failure.of(get_rank(), own)),
+        "summary": summary,
+        "path": None if path is None else str(path),
+        "errno": number if isinstance(number, int) else None,
+    }
+    messages: list[Any] = gather_as(get_active_group(), _call_name(doing), message)
     failed = [message for message in messages if message["failure"] is not None]
-    if not failed:
-        return [message["summary"] for message in messages]
-    failures = {message["rank"]: Failure(*message["failure"]) for message in failed}
+    if failed:
+        raise _common_error(doing, failed) from own
+    return results[0], [message["summary"] for message in messages]
+
+
+def _common_error(doing: str, failed: Sequence[dict[str, Any]]) -> CheckpointError:
+    """Return the error that all ranks raise, made of the messages of those that failed."""
+    failures = {failure.rank: failure for failure in (Failure(*m["failure"]) for m in failed)}
     rank, *others = failures
     cause, also = failures[rank], f" (ranks {others} failed, too)" if others else ""
     if cause.type == "syncprims.CheckpointError":  # its text needs no addition
@@ -130,7 +107,7 @@ def combine(
         if doing.startswith("save"):
             text = f"{text.removesuffix('.')}. {_UNCHANGED}"
     path, number = failed[0]["path"], failed[0]["errno"]
-    raise CheckpointError(text, path=path, errno=number, rank=rank, failures=failures) from error
+    return CheckpointError(text, path=path, errno=number, rank=rank, failures=failures)
 
 
 def _call_name(doing: str) -> str:

@@ -90,13 +90,9 @@ class NewFile:
     def write_at(self, data: bytes, offset: int) -> None:
         """Overwrite the bytes at `offset` with all of `data`."""
         with _naming(self.path):
+            os.lseek(self._fd, offset, os.SEEK_SET)  # Windows has no pwrite
             while data:
-                if _WINDOWS:
-                    os.lseek(self._fd, offset, os.SEEK_SET)
-                    done = os.write(self._fd, data)
-                else:
-                    done = os.pwrite(self._fd, data, offset)
-                data, offset = data[done:], offset + done
+                data = data[os.write(self._fd, data) :]
 
     def finish(self) -> None:
         """Sync and close the file. A failed sync is not retried: that could wrongly succeed."""
@@ -338,10 +334,7 @@ class DirectoryLock:
 
 def rename(source: str, target: str) -> None:
     """Rename atomically. An existing `target` is replaced."""
-    if _WINDOWS:
-        os.replace(source, target)  # noqa: PTH105
-    else:
-        os.rename(source, target)  # noqa: PTH104
+    os.replace(source, target)  # noqa: PTH105
 
 
 def remove(path: str) -> bool:

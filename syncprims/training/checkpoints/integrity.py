@@ -16,8 +16,6 @@ import xxhash
 
 from syncprims import CheckpointError
 
-from . import filesystem
-
 if TYPE_CHECKING:
     from collections.abc import Generator
 
@@ -92,23 +90,6 @@ def dump(document: dict[str, Any]) -> bytes:
 def put_seal(data: bytes, found: str = "") -> bytes:
     """Return JSON with a digest in its field: by default the one of these bytes."""
     return data.replace(_FIELD + BLANK.encode(), _FIELD + (found or digest(data)).encode(), 1)
-
-
-def dump_sealed(document: dict[str, Any]) -> bytes:
-    """Return `document` as JSON with a digest."""
-    return put_seal(dump({SEAL: BLANK, **document}))
-
-
-def load_sealed(path: str) -> dict[str, Any]:
-    """Return what is in a file of :func:`dump_sealed`.
-
-    :raises CheckpointError: if it is not as it was written.
-    """
-    with reading(path):
-        data = filesystem.read_small(path)
-    document = parse(path, data)
-    check_seal(path, data)
-    return document
 
 
 def take_seal(data: bytes) -> tuple[bytes, str]:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from syncprims import current
+from syncprims._world.world import get_own_group
 from syncprims.training.preparation import unwrap_model
 
 from . import commit, filesystem
-from .coordination import attempt, combine, directory_path, message_of
+from .coordination import coordinate, directory_path
 from .integrity import BLANK, SEAL, dump, put_seal
 from .safetensors_file import byte_size, check_storable, write_safetensors
 from .stateful import portable_name, storage_key
@@ -166,8 +168,8 @@ def save_object(obj: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
     :raises TypeError: if `path` is neither a str nor a path.
     """
     target = filesystem.absolute(filesystem.path_of(path, "f", "a str, a path or an opened file"))
-    outcome = attempt(lambda: _write_object(obj, target, safe))
-    combine(f"save to {target}", [message_of(outcome)], outcome.exception())
+    with get_own_group(current()):
+        coordinate(f"save to {target}", lambda: _write_object(obj, target, safe))
 
 
 def _write_object(obj: Any, target: str, safe: bool) -> None:

@@ -56,7 +56,7 @@ def check_objects(objects: Mapping[str, object], own: Mapping[str, object]) -> N
     """
     for name, thing in (*objects.items(), *own.items()):
         require(name, str, "objects are saved under names")
-        # As attributes: isinstance() does not see those that __getattr__ gives, from Python 3.12 on.
+        # isinstance() does not see what __getattr__ gives, from Python 3.12 on.
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise TypeError(
                 f"{name!r} is a {type(thing).__name__}: it has no state_dict() and "

@@ -30,7 +30,7 @@ from .commit import (
     with_unused_names,
 )
 from .coordination import check_equal, coordinate, directory_path, meet
-from .integrity import check_file_name, refusal
+from .integrity import BLANK, SEAL, check_file_name, reading, refusal
 from .safetensors_file import byte_size, read_safetensors, write_safetensors
 from .stateful import State, Stateful, split_state, state_of
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "checkpoint.json"  #: not ``*.index.json``, which readers of weights look for
 _FORMAT = 1
+_RNG = "random numbers"  # among the objects of a rank; no other one may have a name like this
 _LARGE = 64 << 20  # bytes from which on the tensors of an object are worth splitting among ranks
 _LARGEST = 5_000_000_000  # bytes in a file
 #: How a state's files end. A model that is saved to the same directory has no such file.
@@ -71,7 +72,8 @@ class Manifest(NamedTuple):
 
     def dump(self) -> bytes:
         """Return the file's content."""
-        return integrity.dump_sealed({"format": _FORMAT, **self._asdict()})
+        document = {SEAL: BLANK, "format": _FORMAT, **self._asdict()}
+        return integrity.put_seal(integrity.dump(document))
 
 
 def read_manifest(directory: str) -> Manifest:
@@ -82,7 +84,10 @@ def read_manifest(directory: str) -> Manifest:
     if not filesystem.is_directory(directory):
         raise refusal(directory, "missing", "a directory with a checkpoint", "none")
     path = f"{directory}/{MANIFEST}"
-    document = integrity.load_sealed(path)
+    with reading(path):
+        data = filesystem.read_small(path)
+    document = integrity.parse(path, data)
+    integrity.check_seal(path, data)
     if document.get("format") != _FORMAT:
         expected = f"format {_FORMAT}, this version's"
         raise refusal(path, "made by another version", expected, repr(document.get("format")))
@@ -149,10 +154,8 @@ def save_to(
     finish_earlier()
 
     def make(ranks: list[int]) -> Save:
-        own = {
-            "rng": capture_rng() if rng else None,
-            "objects": {name: state_of(thing) for name, thing in rank_objects.items()},
-        }
+        own = {name: state_of(thing) for name, thing in rank_objects.items()}
+        own |= {_RNG: capture_rng()} if rng else {}
         states = {name: split_state(state_of(thing)) for name, thing in objects.items()}
         return _StateSave(doing, ranks, step, states, split_state(own))
 
@@ -250,8 +253,10 @@ def load_state(
     :raises TypeError: for objects as :func:`save_state`.
     :raises ValueError: for names as :func:`save_state`.
     """
-    own = rank_objects or {}
+    own: dict[str, Any] = dict(rank_objects or {})
     stateful.check_objects(objects, own)
+    own |= {_RNG: _RandomNumbers()} if rng else {}
+    things = {**objects, **own}
     path = directory_path(directory)
     doing = f"load_state from {path}"
     finish_earlier()
@@ -265,7 +270,7 @@ def load_state(
         "hosts have disks of their own, copy the checkpoint to each.",
     )  # fmt: skip
 
-    def read_states() -> tuple[dict[str, Any], Any]:
+    def read_states() -> dict[str, Any]:
         here, count = len(ranks), len(saved.ranks)
         if count != here and not any_world_size:
             file = f"{path}/{MANIFEST}"
@@ -277,34 +282,35 @@ def load_state(
             )
         reader = _StateReader(path, saved, strict)
         states = reader.common_states(objects)
-        if count != here:
-            return states, None
-        own_states, rng_state = reader.rank_states(own, ranks.index(get_rank()), rng)
-        return {**states, **own_states}, rng_state
+        if count == here:
+            states |= reader.rank_states(own, ranks.index(get_rank()))
+        for name, state in states.items():
+            stateful.check_fits(path, name, things[name], state)
+        return states
 
-    (states, rng_state), _ = coordinate(doing, read_states, lambda _: None)
-    coordinate(doing, lambda: _load_into(path, {**objects, **own}, states, rng_state))
+    states, _ = coordinate(doing, read_states, lambda _: None)
+    coordinate(doing, lambda: _load_into(path, things, states))
     return Loaded(path, saved.step, len(saved.ranks))
 
 
-def _load_into(
-    path: str, objects: Mapping[str, Stateful], states: dict[str, Any], rng_state: Any
-) -> None:
+def _load_into(path: str, objects: Mapping[str, Stateful], states: dict[str, Any]) -> None:
     """Load the states into the objects, and the random numbers last."""
-    what = ""
-    try:
-        for name, state in states.items():
-            what = f"object {name!r} refuses its state"
+    for name, state in states.items():
+        try:
             stateful.load_into(objects[name], state)
-        what = "the random numbers cannot be restored"
-        if rng_state is not None:
-            restore_rng(rng_state)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path}: {what}: {type(error).__name__}: {error}. Objects before it have been loaded: "
-            f"do not go on with them.",
-            path=path,
-        ) from error
+        except Exception as error:
+            raise CheckpointError(
+                f"{path}: {name!r} refuses its state: {type(error).__name__}: {error}. Objects "
+                f"before it have been loaded: do not go on with them.",
+                path=path,
+            ) from error
+
+
+class _RandomNumbers:
+    """The random numbers of this rank, as one of its objects."""
+
+    state_dict = staticmethod(capture_rng)
+    load_state_dict = staticmethod(restore_rng)
 
 
 class _StateReader(NamedTuple):
@@ -316,28 +322,21 @@ class _StateReader(NamedTuple):
 
     def common_states(self, objects: Mapping[str, Stateful]) -> dict[str, Any]:
         """Return the states of the objects that are the same on all ranks."""
-        states: dict[str, Any] = {}
-        for name in self._common_names(objects, self.manifest.objects):
-            targets = stateful.dtensors_of(objects[name])
-            states[name] = self._state(name, self.manifest.objects[name], targets)
-            stateful.check_fits(self.path, name, objects[name], states[name])
-        return states
+        saved = self.manifest.objects
+        return {
+            name: self._state(name, saved[name], stateful.dtensors_of(objects[name]))
+            for name in self._common_names(objects, saved)
+        }
 
-    def rank_states(
-        self, objects: Mapping[str, Stateful], number: int, rng: bool
-    ) -> tuple[dict[str, Any], Any]:
+    def rank_states(self, objects: Mapping[str, Stateful], number: int) -> dict[str, Any]:
         """Return the states of one rank's own objects, and of its random numbers."""
         saved: Any = self._state(f"of rank {number}", self.manifest.ranks[number], {})
-        if not isinstance(saved, dict) or not isinstance(saved.get("objects"), dict):
-            expected = "objects and random numbers"
-            raise refusal(f"{self.path}/{MANIFEST}", "a rank's own state", expected, repr(saved))
-        names = self._common_names(objects, saved["objects"])
-        for name in names:
-            stateful.check_fits(self.path, name, objects[name], saved["objects"][name])
-        if rng and not isinstance(saved.get("rng"), dict):
-            found = "none: saved with rng=False"
-            raise refusal(f"{self.path}/{MANIFEST}", "random numbers", "their state", found)
-        return {name: saved["objects"][name] for name in names}, saved["rng"] if rng else None
+        if not isinstance(saved, dict):
+            expected = "those of its objects"
+            raise refusal(f"{self.path}/{MANIFEST}", "a rank's states", expected, repr(saved))
+        if _RNG not in objects:
+            saved.pop(_RNG, None)
+        return {name: saved[name] for name in self._common_names(objects, saved)}
 
     def _common_names(self, here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
         if self.strict and here.keys() != saved.keys():

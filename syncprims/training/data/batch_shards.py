@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, cycle, islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from syncprims.training.pytree import as_mapping_type, batch_length, map_tensors
 
 from .sampling import SEEDED, draw, has_type
 
+T = TypeVar("T")
 _END: Any = object()  # never a batch
 
 
@@ -105,11 +106,6 @@ class BatchShard:
         """Whether all ranks get equally many batches."""
         return self.plan.even
 
-    @property
-    def split_batches(self) -> bool:
-        """Whether each batch is cut into one part per rank."""
-        return self.plan.split
-
     def __len__(self) -> int:
         return self.share_of(self.plan._replace(drop_last=self.drop_last))
 
@@ -125,19 +121,20 @@ class BatchShard:
         dealt = self._dealt(drawn)
         if self.seeded:
             dealt = draw(dealt, self.batches, self.seed, self.epoch)
-        return islice(_counted(dealt, drawn), self.skip, None)
+        return islice(dealt, self.skip, None)
 
     def _dealt(self, drawn: Draw) -> Iterator[Any]:
         plan, size = self.plan._replace(drop_last=self.drop_last), self.batch_size
-        own = 0
-        for parts, real, end, _ in deal(
+        rounds = deal(
             self._checked(), plan, _OF_INDICES, size, mixed=size is None, start=self.start
-        ):
-            if plan.rank < len(parts):
-                self.single = not _is_batch(parts[plan.rank])
-                drawn.rounds[own] = real, end
-                own += 1
-                yield parts[plan.rank]
+        )
+        mine = (each for each in rounds if plan.rank < len(each.parts))
+        for number, (each, is_last) in enumerate(with_last(mine)):
+            part = each.parts[plan.rank]
+            self.single = not _is_batch(part)
+            drawn.rounds[number] = each.real, each.end
+            drawn.count = number + 1 if is_last else None
+            yield part
 
     def _checked(self) -> Iterator[Any]:
         """Yield the batches, after a check that the first ones are the same on all ranks.
@@ -158,12 +155,10 @@ class BatchShard:
         yield from batches
 
 
-def _counted(batches: Iterable[Any], drawn: Draw) -> Iterator[Any]:
-    """Yield the batches, and count them before the last one is yielded."""
-    for number, (batch, after) in enumerate(pairwise(chain(batches, [_END])), 1):
-        if after is _END:
-            drawn.count = number
-        yield batch
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yield the items, and whether each is the last one: so the next one is read before."""
+    for item, after in pairwise(chain(items, [_END])):
+        yield item, after is _END
 
 
 def _is_batch(batch: Any) -> bool:

@@ -17,7 +17,7 @@ from syncprims import broadcast, get_rank, get_world_size
 from syncprims.training.pytree import to_device
 from syncprims.training.rng import epoch_generator
 
-from .batch_shards import BatchShard, ShardPlan, dispatch
+from .batch_shards import BatchShard, ShardPlan, dispatch, with_last
 from .sampling import (
     EpochSetter,
     SeedableRandomSampler,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from syncprims import Change
 
 T = TypeVar("T")
-_END: Any = object()  # never a batch
 
 
 class Cursor:
@@ -152,12 +151,6 @@ class PreparedLoader(DataLoader[T]):
         """The items in a batch before it is dealt, if they are as many in each."""
         shard = self._shard
         return self._plan.size or (self.loader if shard is None else shard).batch_size
-
-    @property
-    def total_batch_size(self) -> int | None:
-        """The items in one batch of each rank together, if known."""
-        size, plan = self._size, self._plan
-        return size if size is None or plan.split else size * plan.ranks
 
     @property
     def total_dataset_length(self) -> int:
@@ -293,35 +286,15 @@ class PreparedLoader(DataLoader[T]):
 
     def _batches(self, cursor: Cursor, epoch: int, start: int) -> Iterator[Any]:
         """Yield the batches of an epoch after its first `start` items, until a reshard."""
-        progress, plan, shard, device = self._progress, self._plan, self._shard, self.device
-        skip, drawn = 0 if start else self._skip, None
-        each = plan.ranks if self._shards_itself else 1  # ranks for which the sampler counts
-        single = self.loader.batch_sampler is None
-        if plan.dispatch:
-            batches: Iterator[Any] = dispatch(
-                lambda: self._begin(epoch), plan, self._size, single=single, start=start, skip=skip
-            )
-        else:
-            batches = self._begin(epoch, start // each, skip)
-            drawn = None if shard is None else shard.latest
+        progress, device, skip = self._progress, self.device, 0 if start else self._skip
         if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
             device = None  # batches cannot be anywhere else
+        deal = self._sent if self._plan.dispatch else self._read
         if progress.current is cursor:
             progress.unfinished = epoch, start
-        after = next(batches, _END)
-        while (batch := after) is not _END:
-            if shard is None or drawn is None:
-                after = next(batches, _END)
-                batch, cursor.real, end = batch
-                cursor.at_end, cursor.single = after is _END, single and not plan.split
-            else:
-                # The next batch is read after the body of this one: reading may draw from the
-                # generators that the body draws from, and a state is saved in the body.
-                cursor.real, end = drawn.rounds.pop(skip)
-                skip += 1
-                cursor.at_end, cursor.single = skip == drawn.count, shard.single
+        for batch, end in deal(cursor, epoch, start, skip):
             if progress.current is cursor:
-                progress.samples, progress.at_end = end * each, cursor.at_end
+                progress.samples, progress.at_end = end, cursor.at_end
             self._loaders.advance(cursor)
             if device is not None:
                 batch = to_device(batch, device, non_blocking=self._non_blocking)
@@ -330,8 +303,31 @@ class PreparedLoader(DataLoader[T]):
                 return
             if progress.current is cursor:
                 progress.unfinished = epoch, progress.samples
-            if drawn is not None:
-                after = next(batches, _END)
+
+    def _read(self, cursor: Cursor, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, int]]:
+        """Yield the batches that this rank reads itself, and the positions after them.
+
+        Each one is read after the body of the loop has run for the one before: reading may draw
+        from the generators that the body draws from, and a state is saved in the body.
+        """
+        shard: Any = self._shard
+        each = self._plan.ranks if self._shards_itself else 1  # ranks for which the sampler counts
+        batches = self._begin(epoch, start // each, skip)
+        drawn = shard.latest
+        for number, batch in enumerate(batches, skip):
+            cursor.real, end = drawn.rounds.pop(number)
+            cursor.at_end, cursor.single = number + 1 == drawn.count, shard.single
+            yield batch, end * each
+
+    def _sent(self, cursor: Cursor, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, int]]:
+        """Yield the batches that rank 0 reads and sends, and the positions after them."""
+        plan, single = self._plan, self.loader.batch_sampler is None
+        sent = dispatch(
+            lambda: self._begin(epoch), plan, self._size, single=single, start=start, skip=skip
+        )
+        cursor.single = single and not plan.split
+        for (batch, cursor.real, end), cursor.at_end in with_last(sent):
+            yield batch, end
 
     def _begin(self, epoch: int, start: int = 0, skip: int = 0) -> Iterator[Any]:
         """Return the batches of `epoch`; those that are left out are not read if possible."""

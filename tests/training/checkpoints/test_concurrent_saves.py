@@ -9,10 +9,9 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from support.file_faults import SETUPS, Net, Setup, Watched, watched
 from support.rank_worlds import Kind, Ranks, Signs
 
@@ -45,10 +44,6 @@ def started(tmp_path: Path, over: bool) -> Path:
     return path
 
 
-def is_write(name: str) -> bool:
-    return name in ("write", "pwrite")
-
-
 @pytest.mark.parametrize("over", [False, True])
 def test_a_rank_that_is_late_for_a_save_given_up_takes_its_part_back(
     over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
@@ -58,7 +53,7 @@ def test_a_rank_that_is_late_for_a_save_given_up_takes_its_part_back(
 
     def program() -> None:
         def late(number: int, name: str, args: tuple[Any, ...]) -> None:
-            if sp.get_rank() == 1 and is_write(name):
+            if sp.get_rank() == 1 and name == "write":
                 signs.wait("given up")
 
         with watched(late):
@@ -185,23 +180,9 @@ def test_a_model_and_a_state_in_one_directory_do_not_take_each_others_files(
     run_world(program, 2)
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
-def test_a_rank_of_a_test_world_ends_after_its_save_in_the_background(
-    kind: Literal["threads", "processes"], tmp_path: Path
-) -> None:
-    model = torch.nn.Linear(500, 500)
-
-    def program() -> None:
-        save_state(tmp_path / "s", {"m": model}, block=False)
-
-    run_world(program, 2, kind=kind)
-    assert (tmp_path / "s" / "checkpoint.json").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["s"]
-
-
 def test_a_rank_that_raises_leaves_no_save_to_the_next_world(tmp_path: Path) -> None:
     def slow(number: int, name: str, args: tuple[Any, ...]) -> None:
-        if is_write(name) and threading.current_thread().name == "syncprims-save":
+        if name == "write" and threading.current_thread().name == "syncprims-save":
             time.sleep(0.1)
 
     def program() -> None:
@@ -309,7 +290,7 @@ def test_of_two_programs_that_save_to_one_place_one_waits(
             errors.append("")
 
     def fail(number: int, name: str, args: tuple[Any, ...]) -> None:
-        if fails and name == "rename":
+        if fails and name == "replace":
             raise OSError(errno.EIO, os.strerror(errno.EIO), args[0])
 
     def save_at(point: int, path: str) -> int:
@@ -358,7 +339,7 @@ def test_a_second_program_waits_and_goes_on(tmp_path: Path) -> None:
 
     def first() -> None:
         def slow(number: int, name: str, args: tuple[Any, ...]) -> None:
-            if is_write(name) and not started.is_set():
+            if name == "write" and not started.is_set():
                 started.set()
                 time.sleep(0.3)
 

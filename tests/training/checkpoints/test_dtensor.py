@@ -145,23 +145,3 @@ def test_what_is_not_summed_up_yet_is_saved_as_its_sum(tmp_path: Path) -> None:
         return type(found.state).__name__, found.state.tolist()
 
     assert run(2, tmp_path, program) == [("Tensor", [10])] * 2
-
-
-def test_a_ddp_model_has_the_names_of_a_plain_one(tmp_path: Path) -> None:
-    def program() -> bool:
-        model = nn.parallel.DistributedDataParallel(plain())
-        save_model(model, tmp_path / "m", max_shard_size=100)
-        save_state(tmp_path / "s", {"model": model})
-        other = plain()
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.zero_()
-        load_checkpoint_in_model(other, tmp_path / "m")
-        one = all(
-            torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
-        )
-        load_state(tmp_path / "s", {"model": other})
-        load_checkpoint_in_model(model, tmp_path / "m")
-        return one
-
-    assert run(2, tmp_path, program) == [True, True]

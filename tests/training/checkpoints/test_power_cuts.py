@@ -29,6 +29,7 @@ class File:
     def __init__(self, content: bytes = b"", *, lasting: bool = False) -> None:
         self.now = bytearray(content)
         self.lasting = content if lasting else b""
+        self.at = 0  #: where the next write begins
 
     def states(self) -> list[bytes]:
         """Return the possible contents."""
@@ -120,10 +121,9 @@ class WeakDisk:
                 directory.changes.append(Change(None, (base, File())))
             self._open[result] = self._find(args[0])
         elif name == "write":
-            self._open[args[0]].now += bytes(args[1])[:result]
-        elif name == "pwrite":
-            fd, data, at = args
-            self._open[fd].now[at : at + result] = bytes(data)[:result]
+            file = self._open[args[0]]
+            file.now[file.at : file.at + result] = bytes(args[1])[:result]
+            file.at += result
         elif name == "fsync":
             node = self._open[args[0]]
             if isinstance(node, Directory):
@@ -133,7 +133,7 @@ class WeakDisk:
         elif name == "mkdir":
             directory, base = self._parent(args[0])
             directory.changes.append(Change(None, (base, Directory())))
-        elif name == "rename":
+        elif name == "replace":
             directory, base = self._parent(args[0])
             assert Path(args[1]).parent == Path(args[0]).parent
             directory.changes.append(Change(base, (Path(args[1]).name, self._find(args[0]))))
@@ -141,6 +141,8 @@ class WeakDisk:
             directory, base = self._parent(args[0])
             directory.changes.append(Change(base, None))
         else:
+            if name == "lseek":
+                self._open[args[0]].at = args[1]
             return False
         return True
 

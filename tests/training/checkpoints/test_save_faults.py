@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import signal
@@ -11,7 +12,9 @@ from collections import Counter as Tally
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
+from support import ROOT
 from support.file_faults import (
+    CALLS,
     ERRNOS,
     NEW,
     NONE,
@@ -29,6 +32,7 @@ import syncprims as sp
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from pathlib import Path
+
 
 #: (setup, over an older save?, every how many-th call of any rank): in the tests of every day.
 SHORT = [
@@ -205,3 +209,38 @@ def test_told_to_end_anywhere_it_is_the_old_or_the_new(
     assert seen.total() > 3
     assert seen[before, True] > 0
     print(f"told to end: {name} overwrite={over}: {dict(seen)}")
+
+
+# -- every call is seen ----------------------------------------------------------------------------
+
+
+PACKAGE = ROOT / "syncprims" / "training" / "checkpoints"
+#: What reads and writes no file.
+HARMLESS = {
+    "fspath",
+    "path",
+    "PathLike",
+    "curdir",
+    "pardir",
+    "cpu_count",
+    "stat_result",
+    "SEEK_SET",
+}
+
+
+def names_used(path: Path) -> set[str]:
+    """Return the functions and constants of `os` in a module, and what else opens files."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            found |= {node.func.id} & {"open"}
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found |= {node.attr} if node.value.id == "os" else set()
+            found |= {"Path"} if node.value.id == "Path" else set()
+    return {name for name in found if not name.startswith(("O_", "POSIX_"))}
+
+
+def test_one_module_touches_files_by_calls_that_tests_see() -> None:
+    for path in PACKAGE.glob("*.py"):
+        allowed = {*HARMLESS, *CALLS} if path.name == "filesystem.py" else HARMLESS
+        assert names_used(path) <= allowed, path.name
