@@ -18,7 +18,7 @@ from syncprims._world.world import get_own_group
 from syncprims.training import Accumulator, checkpoints, unwrap_model
 from syncprims.training.checkpoints import Saving, Stateful, filesystem
 from syncprims.training.checkpoints.coordination import coordinate, directory_path
-from syncprims.training.checkpoints.stateful import state_of
+from syncprims.training.checkpoints.stateful import check_objects, state_of
 from syncprims.training.optimizer import delegated
 from syncprims.training.preparation import Preparation
 
@@ -131,17 +131,12 @@ class Checkpointing:
 
         Each is saved under its name; objects without one are ``registered_0`` and so on, in order.
 
-        :raises ValueError: if one has no ``state_dict`` and ``load_state_dict``, or a name is
-            taken.
+        :raises TypeError: if one has no ``state_dict`` and ``load_state_dict``.
+        :raises ValueError: if a name is taken, or cannot be a file's name.
         """
         first = sum(name.startswith("registered_") for name in self._registered)
         fresh = {f"registered_{first + i}": obj for i, obj in enumerate(objects)} | named
-        methods = ("state_dict", "load_state_dict")
-        if wrong := [n for n, obj in fresh.items() if not all(hasattr(obj, m) for m in methods)]:
-            raise ValueError(
-                f"{', '.join(f'{name}: {fresh[name]!r}' for name in wrong)} has no state_dict() "
-                f"and load_state_dict(); only objects that have both can be checkpointed"
-            )
+        check_objects(fresh, {})
         if taken := fresh.keys() & self._stateful(self._models_inside()).keys():
             raise ValueError(f"names that are taken: {sorted(taken)}; give the objects others")
         self._registered.update(fresh)

@@ -129,7 +129,11 @@ def find_name(module: str, name: str) -> Any:
     topic = name.removeprefix("is_").removesuffix("_available")
     package = _PACKAGES.get(topic, topic)
     answer = _ANSWERS.get(topic) or (lambda: topic not in _NEVER and find_spec(package) is not None)
-    return lambda *_, **__: answer()
+
+    def is_available(*_: Any, **__: Any) -> bool:
+        return answer()
+
+    return is_available
 
 
 def __getattr__(name: str) -> Any:

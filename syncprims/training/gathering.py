@@ -64,8 +64,8 @@ def gather_for_metrics(
         mixed = listed and not as_objects and any(map(torch.is_tensor, tensor))
         if mixed and syncprims.get_world_size() > 1:
             raise TypeError(
-                "gather_for_metrics() takes tensors, or a list with one object for each item, and "
-                "this is a list of tensors and other objects; gather its parts one by one"
+                "gather_for_metrics() takes tensors or objects, and this list has both; gather its "
+                "parts one by one"
             )
         rows = syncprims.all_gather(tensor, name=name)[:ranks]
         return ([item for row in rows for item in row] if listed else rows)[:real]
@@ -139,7 +139,10 @@ def pad_across_processes(
     """
     _refuse_nested(tensor)
     named = [(path, leaf) for path, leaf in named_leaves(tensor) if isinstance(leaf, torch.Tensor)]
-    mine = [(path, one.ndim, _length(one, dim)) for path, one in named]
+    mine = [
+        (path, one.ndim, one.shape[dim] if -one.ndim <= dim < one.ndim else -1)
+        for path, one in named
+    ]
     rows = syncprims.all_gather(mine, name=name)
     kinds = [[(path, ndim) for path, ndim, _ in row] for row in rows]
     if any(one != kinds[0] for one in kinds):
@@ -172,10 +175,3 @@ def _mismatch(what: str, rows: list[Any], advice: str) -> syncprims.RankMismatch
 def _refuse_nested(tree: Any) -> None:
     if any(tensor.is_nested for tensor in tensors_of(tree)):
         raise TypeError("nested tensors cannot be joined; convert them by to_padded_tensor()")
-
-
-def _length(tensor: torch.Tensor, dim: int) -> int:
-    """Return the length of `tensor` in `dim`; -1 if it cannot be padded there."""
-    if not -tensor.ndim <= dim < tensor.ndim:
-        return -1
-    return tensor.shape[dim]

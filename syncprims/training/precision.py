@@ -107,11 +107,8 @@ class Precision:
         :raises ConfigurationError: if only one of the two jobs has a loss scaler.
         """
         if bool(state) != (self.scaler is not None):
-            saved = "with" if state else "without"
-            raise ConfigurationError(
-                f"the saved job ran {saved} a loss scaler, this one is {self.mode!r}; resume with "
-                f"the same mixed_precision"
-            )
+            saved = f"the saved job ran {'with' if state else 'without'} a loss scaler"
+            raise ConfigurationError(f"{saved}: resume with the same mixed_precision")
         if self.scaler is not None:
             self.scaler.load_state_dict(state)
             # Steps since its last update are not those of the saved job.

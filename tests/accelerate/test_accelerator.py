@@ -290,7 +290,7 @@ def test_checkpoints_of_a_project_and_elsewhere(world: Ranks, tmp_path: Path) ->
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_7"]
         job.project_configuration.set_directories(tmp_path / "other")
         assert (job.project_dir, job.save_iteration) == (tmp_path / "other", 8)
-        with pytest.raises(ValueError, match="registered_0: 1, registered_1: 'x'"):
+        with pytest.raises(TypeError, match="'registered_0' is a int: it has no state_dict"):
             job.register_for_checkpointing(1, "x")
 
     world.run(program)

@@ -149,7 +149,7 @@ print(f"done {type(trainer.accelerator).__module__.split('.')[0]}", losses, floa
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_transformers_trainer_runs(ranks: int, tmp_path: Path) -> None:
     """Its losses and weights have the bits that Accelerate gives; on two ranks without Gloo."""
     script = tmp_path / "train.py"

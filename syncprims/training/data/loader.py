@@ -438,8 +438,8 @@ def _check(loader: Any, *, dispatched: bool) -> None:
         )
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         raise ValueError(
-            f"in_order=False lets {loader.num_workers} workers hand out batches in any order, "
-            f"in which no rank could resume its position or know the padding; leave in_order out"
+            f"in_order=False lets {loader.num_workers} workers hand out batches in any order, and "
+            f"no rank knows its position then; leave in_order out"
         )
     if dispatched and any(map(is_sharded, (loader.batch_sampler, loader.sampler))):
         raise ValueError(

@@ -271,9 +271,16 @@ def version_in(path: str) -> int:
     return version
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["saves", "fails"])
-@pytest.mark.parametrize("over", [False, True], ids=["new", "over"])
-@pytest.mark.parametrize("way", SAVES)
+#: Way, over an older save, fails: half of them in the tests of every day.
+CASES = [
+    pytest.param(way, over, fails, marks=[pytest.mark.soak] * ((number + over + fails) % 2))
+    for number, way in enumerate(SAVES)
+    for over in (False, True)
+    for fails in (False, True)
+]
+
+
+@pytest.mark.parametrize(("way", "over", "fails"), CASES)
 def test_of_two_programs_that_save_to_one_place_one_waits(
     way: str, over: bool, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
