@@ -73,8 +73,8 @@ def train(cache: Path, epochs: int) -> Arrays:
         except (PeerLost, PeerFailed):
             change = reform()
         if change is not None:
-            lost, size = list(change.lost), get_world_size()
-            print_main(f"lost ranks {lost} at step {state['step']}: {size} ranks go on")
+            said = f"step {state['step']}: {len(change.lost)} lost, {len(change.joined)} joined"
+            print_main(f"{said}, {get_world_size()} ranks continue")
 
     assert_same(state["weights"], "weights")  # raises if ranks differ, and names them
     print_main(f"{get_world_size()} ranks hold the same weights, bit for bit")
