@@ -47,30 +47,16 @@ for _module in (accelerator, logging, state):
     vars(_module)["__getattr__"] = functools.partial(utils.find_name, _module.__name__)
 
 
-def _add_modules(parent: ModuleType, modules: dict[str, ModuleType]) -> None:
+def _add_modules(parent: ModuleType, names: str, module: ModuleType) -> None:
     """Make Accelerate's names of modules importable, where one module here serves several."""
-    for name, module in modules.items():
+    for name in names.split():
         sys.modules[f"{parent.__name__}.{name}"] = module
         setattr(parent, name, module)
 
 
-_add_modules(
-    sys.modules[__name__],
-    {
-        "big_modeling": utils,
-        "checkpointing": utils,
-        "hooks": utils,
-        "inference": utils,
-        "launchers": utils,
-        "local_sgd": utils,
-        "memory_utils": utils,
-        "parallelism_config": utils,
-        "optimizer": accelerator,
-        "scheduler": accelerator,
-    },
-)
-_OF_UTILS = [
-    "constants", "dataclasses", "environment", "imports", "memory", "modeling", "operations",
-    "other", "random", "versions",
-]  # fmt: skip
-_add_modules(utils, dict.fromkeys(_OF_UTILS, utils))
+_this = sys.modules[__name__]
+_add_modules(_this, "big_modeling checkpointing hooks inference launchers", utils)
+_add_modules(_this, "local_sgd memory_utils parallelism_config", utils)
+_add_modules(_this, "optimizer scheduler", accelerator)
+_add_modules(utils, "constants dataclasses environment imports memory modeling", utils)
+_add_modules(utils, "operations other random versions", utils)

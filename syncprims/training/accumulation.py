@@ -559,13 +559,9 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 def check_joinable(models: Iterable[nn.Module]) -> None:
     """Raise ValueError for models whose forward pass needs all ranks."""
     for model in filter(averages_gradients_itself, models):
-        if not isinstance(model, DistributedDataParallel):
+        is_ddp = isinstance(model, DistributedDataParallel)
+        if not is_ddp or (model.broadcast_buffers and any(True for _ in model.buffers())):
             raise ValueError(
                 f"join_uneven_inputs(): the forward pass of {type(model).__name__} needs all "
-                f"ranks, also those without a batch; use loaders with even batches"
-            )
-        if model.broadcast_buffers and any(True for _ in model.buffers()):
-            raise ValueError(
-                "join_uneven_inputs(): this DDP model sends buffers in its forward pass, which "
-                "needs all ranks; wrap it with broadcast_buffers=False, or let prepare() do it"
+                f"ranks; use DDP with broadcast_buffers=False, as prepare() does, or even batches"
             )

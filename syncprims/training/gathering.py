@@ -100,6 +100,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, name: str | None = None) ->
     :raises TypeError: on all ranks, if a leaf is something else.
     """
     leaves = sorted(named_leaves(tensor), key=lambda found: found[0])
+    leaves = [(p, one.detach() if torch.is_tensor(one) else one) for p, one in leaves]
     parts = [
         f"{path}: {describe(leaf) if isinstance(leaf, torch.Tensor) else type(leaf).__name__}"
         for path, leaf in leaves
@@ -112,7 +113,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, name: str | None = None) ->
                 f"broadcast() fills tensors in place, and {path} is of type "
                 f"{type(leaf).__name__}; syncprims.broadcast() returns any object"
             )
-    tensors = [leaf.detach() for _, leaf in leaves if leaf is not None]
+    tensors = [leaf for _, leaf in leaves if leaf is not None]
     sends = syncprims.get_rank() == from_process
     mine = [t.cpu() for t in tensors] if sends else []
     sent = syncprims.broadcast(mine, from_process, name=name)

@@ -39,10 +39,7 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     signs = _signs_of(every)
     for bucket in _buckets([p for p in every if p.requires_grad]):
         if not _average(bucket, signs):
-            lines = [
-                f"parameter {i}, {describe(p)}" + ", frozen" * (not p.requires_grad)
-                for i, p in enumerate(every)
-            ]
+            lines = [f"parameter {i}, {describe(p)}" for i, p in enumerate(every)]
             check_alike("the model", lines, "Freeze the same parameters on every rank.")
 
 
@@ -129,10 +126,7 @@ def broadcast_model(model: nn.Module, src: int = 0) -> None:
 
 def _described(model: nn.Module) -> list[str]:
     """Return a line for each parameter and buffer, in the order in which they are sent."""
-    parameters = [
-        f"parameter {name!r}, {describe(p)}" + ", frozen" * (not p.requires_grad)
-        for name, p in model.named_parameters()
-    ]
+    parameters = [f"parameter {name!r}, {describe(p)}" for name, p in model.named_parameters()]
     return parameters + [f"buffer {name!r}, {describe(b)}" for name, b in model.named_buffers()]
 
 
@@ -173,9 +167,13 @@ def check_alike(what: str, mine: Sequence[str], advice: str) -> None:
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Return shape and dtype of `tensor`, which must be equal on all ranks to copy its values."""
+    """Return shape and dtype of `tensor`, and whether it is a frozen parameter.
+
+    These must be equal on all ranks to copy its values.
+    """
     shape = "of no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
-    return f"{shape}, {str(tensor.dtype).removeprefix('torch.')}"
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{shape}, {str(tensor.dtype).removeprefix('torch.')}" + ", frozen" * frozen
 
 
 def averages_gradients_itself(model: nn.Module) -> bool:

@@ -1,10 +1,11 @@
-"""Process groups of torch for the tests of ``syncprims.c10d``."""
+"""Process groups of torch: of this library, and of Gloo."""
 
 from __future__ import annotations
 
 import contextlib
+import uuid
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed
@@ -14,8 +15,10 @@ import syncprims.c10d
 from support import warm_torch as warm_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
+    from pathlib import Path
 
+T = TypeVar("T")
 dist: Any = torch.distributed
 
 
@@ -33,6 +36,21 @@ def process_group(**options: Any) -> Generator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def with_gloo(program: Callable[[], T], folder: Path) -> Callable[[], T]:
+    """Return what runs a program in a group of Gloo, whose ranks meet at a file in `folder`."""
+    place = folder / uuid.uuid4().hex
+
+    def run() -> T:
+        ranks = {"rank": sp.get_rank(), "world_size": sp.get_world_size()}
+        dist.init_process_group("gloo", init_method=f"file://{place}", **ranks)
+        try:
+            return program()
+        finally:
+            dist.destroy_process_group()
+
+    return run
 
 
 def seconds(number: float) -> timedelta:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.process_groups import with_gloo
 from support.rank_worlds import Kind, Ranks
 from support.training_models import feed, new_job, numbers, small_model
-from torch import distributed, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncprims
@@ -17,6 +17,8 @@ import syncprims
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from support.checkpoint_worlds import Alone
 
     Program = Callable[[], Any]
 
@@ -26,32 +28,12 @@ def grouped(meeting_place: Path) -> Callable[[Program], list[Any]]:
     """Run a program on two ranks whose models DDP keeps together."""
 
     def run(program: Program) -> list[Any]:
-        rendezvous = meeting_place.parent / uuid.uuid4().hex
+        def in_a_world() -> Any:
+            with syncprims.init():
+                return program()
 
-        def with_gloo() -> Any:
-            distributed.init_process_group(
-                "gloo",
-                init_method=f"file://{rendezvous}",
-                rank=syncprims.get_rank(),
-                world_size=syncprims.get_world_size(),
-            )
-            try:
-                with syncprims.init():
-                    return program()
-            finally:
-                distributed.destroy_process_group()
-
-        return Ranks(Kind("torch", 2), meeting_place).run_alone(with_gloo)
-
-    return run
-
-
-@pytest.fixture
-def alone(meeting_place: Path) -> Callable[[Program], Any]:
-    """Run a program on one rank."""
-
-    def run(program: Program) -> Any:
-        return Ranks(Kind("single", 1), meeting_place).run(program)[0]
+        ranks = Ranks(Kind("torch", 2), meeting_place)
+        return ranks.run_alone(with_gloo(in_a_world, meeting_place.parent))
 
     return run
 
@@ -82,7 +64,7 @@ def whole_rows(count: int) -> torch.utils.data.TensorDataset:
 @pytest.mark.parametrize("steps", [1, 4])
 def test_ddp_gives_the_bits_of_one_rank(
     grouped: Callable[[Program], list[Any]],
-    alone: Callable[[Program], Any],
+    alone: Alone,
     steps: int,
     weighted: bool,
 ) -> None:

@@ -502,14 +502,9 @@ def _make_seedable(sampler: Any, seed: int) -> Any:
 
 
 _KEPT = (
-    "generator",
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "pin_memory_device",
-)
+    "generator", "num_workers", "collate_fn", "pin_memory", "worker_init_fn",
+    "multiprocessing_context", "pin_memory_device",
+)  # fmt: skip
 _KEPT_WITH_WORKERS = ("prefetch_factor", "persistent_workers", "timeout")
 
 

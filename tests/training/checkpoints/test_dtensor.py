@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.checkpoint_worlds import Kept
+from support.process_groups import with_gloo
 from support.rank_worlds import Kind, Ranks
 from support.torch_programs import FSDP2_TRAINS_ON_CPUS
 from torch import nn
@@ -34,18 +33,7 @@ def run(ranks: int, folder: Path, program: Callable[[], Any]) -> list[Any]:
     """Run a program on ranks that have a Gloo group, too."""
     meeting = folder / "meet"
     meeting.mkdir(mode=0o700, exist_ok=True)
-    place = folder / uuid.uuid4().hex
-
-    def with_gloo() -> Any:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{place}", rank=sp.get_rank(), world_size=ranks
-        )
-        try:
-            return program()
-        finally:
-            dist.destroy_process_group()
-
-    return Ranks(Kind("file", ranks), meeting).run(with_gloo)
+    return Ranks(Kind("file", ranks), meeting).run(with_gloo(program, folder))
 
 
 def plain() -> nn.Module:
