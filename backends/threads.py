@@ -72,10 +72,6 @@ class SharedWorld:
         self.calls: dict[int, bytes] = {}  #: of `reform`
         self.decisions: dict[str, str] = {}
 
-    def backend(self, topology: Topology, settings: Settings, slot: int) -> ThreadBackend:
-        """Return the backend of one rank."""
-        return ThreadBackend(topology, settings, self, slot)
-
     def state(self, slot: int) -> tuple[State, str, bytes]:
         """Return the state of a slot."""
         return self.states.get(slot, ("unknown", "", b""))

@@ -66,7 +66,7 @@ class FileBackend(Backend):
             topology.run_id or self._run_path.name, self.name, size, format_ranks(range(size))
         )
         self._boards: list[SharedMemoryBoard] = []
-        self._closed = collections.Counter[str]()  # boards, by what `name_of` would return first
+        self._closed = collections.Counter[tuple[tuple[int, ...], str]]()  # boards: members, name
         self.liveness: Liveness  #: of this world
         with self._explained_os_errors():
             self._base = PrivateDirectory.open(self._run_path.parent)
@@ -88,8 +88,9 @@ class FileBackend(Backend):
     @classmethod
     def record_end(cls, topology: Topology, settings: Settings, how: str | None) -> None:
         """Record in the directory of the run that a rank has ended, or is about to."""
-        joined = bool(settings.first_call)
-        record = RankRecord.ending(joined) if how is None else RankRecord.seen(how)
+        record = RankRecord.seen(how) if how is not None else None
+        if record is None:
+            record = RankRecord.own(joined=bool(settings.first_call), ends=True)
         if record is None:
             return
         with _opened_run(topology, settings) as (base, run):
@@ -125,9 +126,8 @@ class FileBackend(Backend):
 
     def file_of(self, members: Sequence[int], name: str) -> str:
         """Return the file of the board of `members`: a new one after each that was closed."""
-        first = board_file(members, name, 0, self.file_slots.epoch)
-        closed = self._closed[first]
-        return board_file(members, name, closed, self.file_slots.epoch) if closed else first
+        closed = self._closed[tuple(members), name]
+        return board_file(members, name, closed, self.file_slots.epoch)
 
     def release(self, members: Sequence[int], board: Board) -> None:
         """Close `board`, this host's part of that of `members`.
@@ -138,7 +138,7 @@ class FileBackend(Backend):
         self._boards.remove(board)
         board.close()
         file = self.file_of(members, board.name)
-        self._closed[board_file(members, board.name, 0, self.file_slots.epoch)] += 1
+        self._closed[tuple(members), board.name] += 1
         # Without room or lock they are removed with the world.
         with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:
             directory.write(f"{file}-left-{board.rank}", b"")
@@ -303,7 +303,7 @@ class FileBackend(Backend):
             directory.close()
             raise
         launched = self.settings.error_file is not None  # by `syncprims run`
-        record = RankRecord.joining() if launched else None
+        record = RankRecord.own(joined=True, ends=False) if launched else None
         if record is not None:
             with contextlib.suppress(OSError, SyncError):  # it only helps to word an error
                 record_rank(run, top.rank, record)

@@ -79,8 +79,6 @@ class SharedMemoryBoard(Board):
         self._mine = [(Note(Label("?")), b"")] * CELLS  # own latest notes, and their words
         # Notes without payload, and how they are written. By identity: a label compares slowly.
         self._bare: dict[int, tuple[Note, int, int, bytes]] = {}
-        # By label: flags with its digest, the check of the body, and the body.
-        self._bodies: dict[bytes, tuple[int, int, bytes]] = {}
         # What came without payload, by check: the body, and the notes by mark.
         self._seen: dict[int, tuple[bytes, list[Note]]] = {}
         self._written: list[bytes | None] = [None] * CELLS  # the bodies of bare notes
@@ -128,23 +126,9 @@ class SharedMemoryBoard(Board):
         """Return how a note without payload is written; the same one comes again and again."""
         if len(self._bare) > _MOST_KNOWN:
             self._bare.clear()
-        digest, check, body = self._body_of(note.label.encode())
+        digest, check, body = _body_of(note.label.encode())
         bare = self._bare[id(note)] = note, digest | note.mark, check, body
         return bare
-
-    def _body_of(self, text: bytes) -> tuple[int, int, bytes]:
-        """Return the body that holds only this label: its digest in flags, its check, and it."""
-        found = self._bodies.get(text)
-        if found is None:
-            body = HEAD.pack(len(text), 0, 0, 0) + text
-            if len(body) > BODY_SIZE:
-                raise ValueError(f"a label of {len(text)} bytes fits no cell: {text[:80]!r}")
-            if len(self._bodies) > _MOST_KNOWN:
-                self._bodies.clear()
-            # The check alone would be equal for some labels that differ.
-            digest = int.from_bytes(blake2b(text, digest_size=4).digest()) & DIGEST
-            found = self._bodies[text] = digest, zlib.crc32(body), body
-        return found
 
     def is_full(self, number: int) -> bool:
         """Return whether all words of a round that this rank has posted are there, whole or not."""
@@ -162,10 +146,9 @@ class SharedMemoryBoard(Board):
         """Write a body that has more than a label; return its flags and its check."""
         label, mark, payload, failure = note
         text = label.encode()
-        self._body_of(text)  # refuses one that is too long
         cell = number % CELLS
         content = payload + failure
-        start = HEAD.pack(len(text), len(payload), len(failure), zlib.crc32(content)) + text
+        start = _start_of_body(text, len(payload), len(failure), zlib.crc32(content))
         flags = CONTENT | mark
         if len(start) + len(content) > BODY_SIZE:
             flags |= SPILLED
@@ -360,7 +343,7 @@ class SharedMemoryBoard(Board):
         if not flags & CONTENT:
             if len(self._seen) > _MOST_KNOWN:
                 self._seen.clear()
-            _, check, bare = self._body_of(text)
+            _, check, bare = _body_of(text)
             self._seen[check] = bare, [Note(label, mark) for mark in MARKS]
         return Note(label, MARKS[flags & MARK], content[:payload], content[payload:])
 
@@ -428,6 +411,22 @@ class SharedMemoryBoard(Board):
             with contextlib.suppress(BufferError):  # an array in it is still in use
                 self._window.memory.release()
         self._cells.close()
+
+
+def _start_of_body(text: bytes, payload: int, failure: int, check: int) -> bytes:
+    """Return the lengths and the label that a body begins with."""
+    start = HEAD.pack(len(text), payload, failure, check) + text
+    if len(start) > BODY_SIZE:
+        raise ValueError(f"a label of {len(text)} bytes fits no cell: {text[:80]!r}")
+    return start
+
+
+def _body_of(text: bytes) -> tuple[int, int, bytes]:
+    """Return the body that holds only this label: its digest in flags, its check, and it."""
+    body = _start_of_body(text, 0, 0, 0)
+    # The check alone would be equal for some labels that differ.
+    digest = int.from_bytes(blake2b(text, digest_size=4).digest()) & DIGEST
+    return digest, zlib.crc32(body), body
 
 
 class _SpinPolicy:

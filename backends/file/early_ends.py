@@ -54,17 +54,11 @@ class RankRecord(NamedTuple):
         return cls([*ProcessIdentity.own()], how)
 
     @classmethod
-    def joining(cls) -> RankRecord | None:
-        """Return the record that this process joins; None where the system knows too little."""
+    def own(cls, *, joined: bool, ends: bool) -> RankRecord | None:
+        """Return the record of this process; None where the system knows too little."""
         launcher = _own_launcher()
-        return None if launcher is None else cls(launcher, joined=True)
-
-    @classmethod
-    def ending(cls, joined: bool) -> RankRecord | None:
-        """Return the record that this process ends; None where the system knows too little."""
-        launcher = _own_launcher()
-        if launcher is None:
-            return None
+        if launcher is None or not ends:
+            return launcher and cls(launcher, joined=joined)
         process = [*ProcessIdentity.own()]
         return cls(launcher, None, joined, process, _own_program(), _now())
 

@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 
 from syncprims._data.partition import split as split_items
 from syncprims._data.reduction import Op
-from syncprims._protocol.validation import require
-from syncprims._world.group import CallOptions, Group, Seconds, innermost_group
+from syncprims._protocol.validation import Seconds, require
+from syncprims._world.group import CallOptions, Group, innermost_group
 from syncprims._world.runtime import current, get_active_group, get_host_number, get_topology
 from syncprims._world.sequential import InTurn, MainFirst
 from syncprims._world.world import get_node_group, make_group

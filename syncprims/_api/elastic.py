@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, cast
 
-from syncprims._protocol.validation import seconds, whole_number
-from syncprims._world.group import Seconds
+from syncprims._protocol.validation import Seconds, seconds, whole_number
 from syncprims._world.runtime import current, reform_world
 from syncprims._world.world import Change, rounds_completed, set_rounds_completed
 

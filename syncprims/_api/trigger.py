@@ -101,7 +101,9 @@ class Trigger:
             def check() -> bool:
                 pending = rounds.post_deferred(note, group._timeout)
                 self._before = group, pending, why
-                return earlier is not None and self._read(rounds.collect_deferred(earlier))
+                return earlier is not None and self._read(
+                    rounds.collect_deferred(earlier, group._timeout)
+                )
 
             return rounds.atomic_call(note.label, check)
         except BaseException:

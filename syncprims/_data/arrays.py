@@ -178,11 +178,10 @@ def spec_of(obj: Any) -> Spec | None:
 
 LINE = 64  #: bytes, of a processor's cache
 #: Dtypes of torch that numpy has too, under the same names.
-_KNOWN_TO_NUMPY = frozenset(
-    f"{kind}{bits}"
-    for kind, sizes in (("int", (8, 16, 32, 64)), ("uint", (8, 16, 32, 64)))
-    for bits in sizes
-) | {"bool", "float16", "float32", "float64", "complex64", "complex128"}
+_KNOWN_TO_NUMPY = {
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128",
+}  # fmt: skip
 
 
 def is_computable(dtype: Any) -> bool:

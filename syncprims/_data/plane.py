@@ -129,8 +129,7 @@ class DataPlane:
         key = key_of(value)
         layout = self._layouts.get(key)
         if layout is None:
-            alone = self.count == 1  # then nothing travels
-            layout = None if alone or key is None else self._add_layout(key, value)
+            layout = None if key is None else self._add_layout(key, value)
         packed = None if layout is None else layout.pack(value)
         if layout is None or packed is None:
             return None

@@ -89,13 +89,7 @@ class _PreparedCall:
 
 
 def _meet(
-    kind: type[Any],
-    rounds: Rounds,
-    note: Note,
-    value: Any,
-    out: Any,
-    timeout: float | None,
-    *more: Any,
+    kind: Any, rounds: Rounds, note: Note, value: Any, out: Any, timeout: float | None, *more: Any
 ) -> Any:
     """Return the result of a call of this kind; if it cannot begin, the others get a `PeerFailed`.
 
@@ -104,7 +98,7 @@ def _meet(
     """
     try:
         plane: DataPlane = rounds.data or DataPlane.of(rounds)
-        found = plane.find(note, value)
+        found = None if plane.count == 1 else plane.find(note, value)  # of one, nothing travels
         if found is not None:
             layout, packed, call = found
             if call is None:
@@ -122,7 +116,7 @@ def _meet(
 # -- any object, encoded ---------------------------------------------------------------------------
 
 
-def check_encodable(rounds: Rounds, label: Label, obj: Any) -> None:
+def _check_encodable(rounds: Rounds, label: Label, obj: Any) -> None:
     """Accept an object that could travel, in a world where it need not.
 
     :raises EncodingError: as where it does.
@@ -235,7 +229,7 @@ class _Gather(_PreparedCall):
         """Return the first round for any object."""
         rounds, note = sequence.rounds, sequence.note
         if len(rounds.members) == 1:
-            check_encodable(rounds, note.label, obj)
+            _check_encodable(rounds, note.label, obj)
             return note, lambda _: _fill(outs, [obj]), None
         payload = _encode(rounds, note.label, obj)
         posted = note._replace(payload=_shorten(rounds, payload))
@@ -354,7 +348,7 @@ class _Broadcast(_PreparedCall):
         """Return the source's first round for any object."""
         rounds, label = sequence.rounds, sequence.note.label
         if len(rounds.members) == 1:
-            check_encodable(rounds, label, obj)
+            _check_encodable(rounds, label, obj)
             return sequence.note, lambda _: copy_into(rounds, out, obj), None
         payload, arrays = _pack(rounds, label, obj)
         posted = _shorten(rounds, payload)
@@ -474,7 +468,7 @@ class _Reduction(_PreparedCall):
         reduction.check_value(value, op)
         value = reduction.detached(value)
         if len(rounds.members) == 1:
-            check_encodable(rounds, note.label, value)
+            _check_encodable(rounds, note.label, value)
             if out is not None and is_array(value) and value.dtype.kind == "f":
                 return note, lambda _: copy_into(rounds, out, value), None  # of one, all are equal
             return note, lambda _: copy_into(rounds, out, _reduce(sequence, [value], op)), None

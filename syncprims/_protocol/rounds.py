@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import Any, NoReturn, Protocol, TypeVar, overload
+from typing import Any, NoReturn, TypeAlias, TypeVar, overload
 
 from syncprims import errors
 from syncprims.errors import ConcurrentCall, Failure, PeerFailed, PeerLost, SyncError
@@ -37,46 +37,11 @@ _FEW_MEMBERS = 16
 #: Seconds after which differing labels are a mismatch even if some are still to come. The wait is
 #: worth it: then the message usually shows every rank's call.
 _EARLY_MISMATCH = 0.3
+#: A round that this rank has posted to and collects later: holds its notes once it is collected.
+PendingRound: TypeAlias = list[Sequence[Note]]
 DEADLOCK_SEARCH = 1.0  # seconds after which boards are compared
 _TIME_FOR_CAUSE = 1.0  # seconds within which the death that an engine has met is known
 _TIME_TO_END = 1.0  # seconds for a thread whose work was stopped
-
-
-class PendingRound:
-    """A round that this rank has posted to and will collect later."""
-
-    __slots__ = ("error", "notes", "timeout")
-
-    def __init__(self, timeout: float | None) -> None:
-        self.timeout = timeout
-        self.notes: Sequence[Note] | None = None
-        self.error: SyncError | None = None
-
-
-class RoundObserver(Protocol):
-    """Sees all rounds of one rank at one board, as a trace does."""
-
-    def watch_meet(self, meet: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what is called instead of :meth:`Rounds.meet`; it calls `meet`."""
-        ...
-
-    def watch_wait(
-        self, attempt: Callable[[float], T | None], begin: float
-    ) -> Callable[[float], T | None]:
-        """Return what is called instead of `attempt` in a long wait that began at `begin`."""
-        ...
-
-    def posting(self, note: Note) -> None:
-        """Take in that `note` is about to be posted; it is or is not the first of its call."""
-
-    def collecting(self, *, late: bool) -> None:
-        """Take in that the oldest round is about to be collected; `late` if not at once."""
-
-    def collected(self, error: SyncError | None) -> None:
-        """Take in that a round is collected; `error` is what a deferred one will raise."""
-
-    def call_failed(self, error: BaseException, before: int) -> None:
-        """Take in that a call raises, which began after `before` rounds were posted."""
 
 
 class Rounds:
@@ -91,9 +56,12 @@ class Rounds:
         background: Background,
         local_rank: int,
         own: int = 0,
-        observer: RoundObserver | None = None,
+        observer: Any = None,
     ) -> None:
-        """Use `board`, where the first `own` rounds are the library's and not the user's."""
+        """Use `board`, where the first `own` rounds are the library's and not the user's.
+
+        `observer` sees all rounds, as :class:`syncprims.tracing.recorder.RoundRecorder` does.
+        """
         self.board = board
         self.rank = rank
         self.local_rank = local_rank
@@ -210,10 +178,7 @@ class Rounds:
             del self._calls[token]
             return found
         except BaseException as error:
-            if before >= 0 and self._observer is not None:
-                self._observer.call_failed(error, before)
-            if self._is_in_step(error, before, collected) and token in self._calls:
-                del self._calls[token]
+            self._end_call(token, error, before, collected)
             raise
 
     def atomic_call(self, label: Label | None, steps: Callable[[], T]) -> T:
@@ -234,25 +199,22 @@ class Rounds:
             del self._calls[token]  # the last act, as in `meet`
             return result
         except BaseException as error:
-            if before >= 0 and self._observer is not None:
-                self._observer.call_failed(error, before)
-            if self._is_in_step(error, before, collected) and token in self._calls:
-                del self._calls[token]
+            self._end_call(token, error, before, collected)
             raise
 
     def post_deferred(self, note: Note, timeout: float | None) -> PendingRound:
         """Post `note` to a round that a later call collects; within :meth:`atomic_call`."""
         self.post(note, timeout)
-        pending = self._pending[self.board.posted] = PendingRound(timeout)
+        pending: PendingRound = []
+        self._pending[self.board.posted] = pending
         return pending
 
-    def collect_deferred(self, pending: PendingRound) -> Sequence[Note]:
+    def collect_deferred(self, pending: PendingRound, timeout: float | None) -> Sequence[Note]:
         """Return the notes of a deferred round as :meth:`meet`; within :meth:`atomic_call`."""
-        while pending.notes is None:
-            self.collect(pending.timeout)
-        if pending.error is not None:
-            self.raise_in_step(pending.error)
-        return pending.notes
+        while not pending:
+            self.collect(timeout)
+        self.raise_shared(pending[0])
+        return pending[0]
 
     def fail(self, label: Label, error: BaseException) -> None:
         """Report to the others, in the round of `label`, that this rank raised `error`.
@@ -344,7 +306,7 @@ class Rounds:
     def collect(self, timeout: float | None) -> Sequence[Note]:
         """Collect the oldest round, and check that all members made the same call."""
         board, observer = self.board, self._observer
-        pending = self._pending.get(board.collected + 1)
+        is_deferred = board.collected + 1 in self._pending
         if observer is not None:
             observer.collecting(late=bool(self._pending) or board.collected + 1 < board.posted)
         limit = self._first_look
@@ -352,7 +314,7 @@ class Rounds:
             limit = min(timeout, self.settings.warn_after)
         notes = self._check(self._collect(limit), limit, timeout)
         if observer is not None:
-            observer.collected(None if pending is None else pending.error)
+            observer.collected(self._shared_failure(notes) if is_deferred else None)
         return notes
 
     def _collect(self, limit: float) -> Sequence[Note] | None:
@@ -384,11 +346,8 @@ class Rounds:
                 self._break_group(errors.dump(refused))
         if self._deadlocks.holds_verdict:
             self._deadlocks.withdraw_verdict()
-        if self._pending:
-            pending = self._pending.pop(number, None)
-            if pending is not None:
-                pending.notes = notes
-                pending.error = self._shared_failure(notes)
+        if number in self._pending:
+            self._pending.pop(number).append(notes)
         return notes
 
     def wait(
@@ -495,26 +454,26 @@ class Rounds:
         self.closed = lambda: errors.load(verdict)
         raise errors.load(verdict)
 
-    def _is_in_step(self, error: BaseException, before: int, collected: int) -> bool:
-        """Return whether a call may end with `error`; if not, the group is broken.
+    def _end_call(self, token: object, error: BaseException, before: int, collected: int) -> None:
+        """End a call that raises `error`; break the group, unless this rank is in step with all.
 
-        It may if all ranks have this error, or if nothing has happened: the call was refused, or no
+        It is if all ranks have this error, or if nothing has happened: the call was refused, or no
         round was posted or collected since there were so many. Otherwise the others may have gone
         on: if this rank made the call again, all its later rounds would be paired off by one.
         """
         board = self.board
-        if before < 0 or error is self.in_step:
-            return True
-        if board.posted == before and board.collected == collected:
-            return True
-        if self.closed is None:
+        if before >= 0 and self._observer is not None:
+            self._observer.call_failed(error, before)
+        unchanged = board.posted == before and board.collected == collected
+        if before < 0 or unchanged or error is self.in_step:
+            self._calls.pop(token, None)
+        elif self.closed is None:
             with contextlib.suppress(Exception):  # no memory or no stack: the next call does it
                 self._tear(error)
         elif isinstance(error, (ValueError, OSError)) and not isinstance(error, SyncError):
             # A signal handler has shut the world down, or this is a child that it has forked: what
             # was waited on is closed. What the handler itself raised is not changed.
             raise self.closed() from error
-        return False
 
     def _tear(self, error: BaseException | None) -> None:
         """Break the group, since `error` has ended a call of this rank alone."""

@@ -24,6 +24,13 @@ _IDLE = {
     ("torch.utils.data._utils.pin_memory", "do_one_step"),
     ("tqdm._monitor", "run"),
 }
+#: Functions in which a thread may wait for another thread.
+_WAITS_FOR_THREAD = {
+    ("selectors", "select"),
+    ("threading", "_wait_for_tstate_lock"),
+    ("threading", "join"),
+    ("threading", "wait"),
+}
 #: Modules in whose functions these wait.
 _WAITS = {"multiprocessing.connection", "multiprocessing.queues", "queue", "selectors", "threading"}
 
@@ -65,10 +72,13 @@ def _place(frame: FrameType) -> tuple[object, str]:
 
 def _waits_for_thread(frame: FrameType, with_limit: bool) -> bool:
     """Return whether this innermost frame waits for a thread, and has not been woken."""
+    place = _place(frame)
+    if place not in _WAITS_FOR_THREAD:
+        return False  # and leave it alone: to read the variables of a frame that runs may crash
     values = frame.f_locals
     if not with_limit and values.get("timeout") not in (None, -1):
         return False
-    match _place(frame):
+    match place:
         case "threading", "wait":  # of a condition; whoever notifies it removes the waiter
             if values.get("waiter") not in getattr(values["self"], "_waiters", ()):
                 return False

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+#: What a user passes as a time.
+Seconds: TypeAlias = "float | timedelta | None"
 
 
 def require(value: object, kind: type | tuple[type, ...], what: str) -> None:

@@ -145,11 +145,5 @@ def _find(folder: Path | None, root: int | None, spare: Collection[int]) -> set[
 
 
 def _read(path: str) -> bytes:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        parts: list[bytes] = []
-        while part := os.read(fd, 1 << 16):
-            parts.append(part)
-        return b"".join(parts)
-    finally:
-        os.close(fd)
+    with open(path, "rb") as file:  # noqa: PTH123 - pathlib is slow
+        return file.read()

@@ -12,33 +12,21 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    NamedTuple,
-    TypeAlias,
-    TypedDict,
-    TypeVar,
-    Unpack,
-    overload,
-)
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 from syncprims._data import reduction, values
 from syncprims._data.partition import split
 from syncprims._data.reduction import Op
 from syncprims._protocol.rounds import Rounds
-from syncprims._protocol.validation import seconds, whole_number
+from syncprims._protocol.validation import Seconds, seconds, whole_number
 from syncprims.errors import SyncError
 from syncprims.interface import Note
 
 from .sequential import InTurn, MainFirst
 
-if TYPE_CHECKING:
-    from datetime import timedelta
-
 T = TypeVar("T")
-Seconds: TypeAlias = "float | timedelta | None"
+_mark_of = attrgetter("mark")
 
 #: The groups whose ``with`` blocks this code runs in, the innermost last. They belong to a thread
 #: or task, not to the process or the group: blocks of several tasks may overlap.
@@ -67,10 +55,8 @@ class Group:
         self._rank = rank
         self._member = rounds
         self._timeout = timeout
-        #: True for the only member of an open group: it waits for no other rank.
-        self._alone = rounds is not None and len(self.ranks) == 1
-        # A plain barrier of one needs no round, in an open world where nothing observes rounds.
-        self._silent = rounds is not None and self._alone and not rounds.observed
+        #: Of one member: its plain barrier needs no round, in an open world where nothing observes.
+        self._silent = rounds is not None and len(self.ranks) == 1 and not rounds.observed
 
     def __repr__(self) -> str:
         return f"<syncprims.Group of ranks {list(self.ranks)}>"
@@ -226,7 +212,7 @@ def rounds_of(group: Group) -> Rounds:
 
 def close_group(group: Group, why: Callable[[], SyncError]) -> None:
     """Make every later call raise ``why()``: the world is closed, or this is a forked child."""
-    group._alone = group._silent = False
+    group._silent = False
     if group._member is not None:
         group._member.close(why)
 
@@ -262,10 +248,6 @@ def _broadcast(
     rounds = group._member or group._rounds
     note = rounds.note(kind, name, src)
     limit = group._timeout if timeout is None else seconds(timeout)
-    if group._alone:
-        values.check_encodable(rounds, note.label, obj)
-        same: T = rounds.meet(note, None, lambda _: values.copy_into(rounds, out, obj))
-        return same
     value: T = values.broadcast(rounds, note, obj, src, out, limit)
     return value
 
@@ -276,27 +258,18 @@ def gather_as(
     """Gather under the name of the call `kind`; by default all members wait without a timeout."""
     rounds = group._rounds
     note = rounds.note(kind, name)
-    limit = group._seconds(timeout)
-    if group._alone:
-        values.check_encodable(rounds, note.label, obj)
-        rounds.meet(note)
-        return [obj]
-    return values.gather(rounds, note, obj, limit)
+    return values.gather(rounds, note, obj, group._seconds(timeout))
+
+
+# `map`, since a generator takes as long as all the rest of the call.
 
 
 def _is_any_set(notes: Sequence[Note]) -> bool:
-    # A loop, since `any` over a generator takes as long as all the rest of the call.
-    for note in notes:  # noqa: SIM110
-        if note.mark:
-            return True
-    return False
+    return any(map(_mark_of, notes))
 
 
 def _are_all_set(notes: Sequence[Note]) -> bool:
-    for note in notes:  # noqa: SIM110
-        if not note.mark:
-            return False
-    return True
+    return all(map(_mark_of, notes))
 
 
 def _wait_for_device() -> None:

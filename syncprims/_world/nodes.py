@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Sequence
@@ -30,15 +31,11 @@ def identify_kernel() -> str:
 def identify_host() -> str:
     """Return what this host, and no other, is called."""
     name = socket.gethostname()  # containers of one machine have names of their own
-    return f"{identify_kernel()}-{name}-{_identify('/dev/shm')}"
-
-
-def _identify(directory: str) -> str:
-    try:
-        found = os.stat(directory)  # noqa: PTH116 - pathlib is slow to import
-    except OSError:
-        return ""
-    return f"{found.st_dev}-{found.st_ino}"
+    memory = ""
+    with contextlib.suppress(OSError):
+        found = os.stat("/dev/shm")  # noqa: PTH116 - pathlib is slow to import
+        memory = f"{found.st_dev}-{found.st_ino}"
+    return f"{identify_kernel()}-{name}-{memory}"
 
 
 def number_nodes(said: Sequence[SaidPlace]) -> list[tuple[int, int]]:

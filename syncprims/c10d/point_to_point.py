@@ -249,11 +249,10 @@ class Channel:
         transfer, pending = self._under_way[0]
         rounds, label = self.rounds, transfer.note.label
         number = rounds.board.collected + 1
-        if timeout is not None:
-            pending.timeout = timeout
+        limit = transfer.piece_timeout if timeout is None else timeout
 
         def collect() -> None:
-            notes = rounds.collect_deferred(pending)
+            notes = rounds.collect_deferred(pending, limit)
             if not self._sends:
                 room = transfer.piece(transfer.collected)
                 if self._window is None or len(room) < LARGE:

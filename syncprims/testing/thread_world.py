@@ -193,7 +193,7 @@ class ThreadWorld:
         if number == len(self._shared_worlds):
             slots = self._shared_worlds[-1].slots if number else range(self._spec.ranks)
             self._shared_worlds.append(self._backend.shared_world(self._scheduler, slots))
-        backend = self._shared_worlds[number].backend(place, settings, rank)
+        backend = self._backend(place, settings, self._shared_worlds[number], rank)
         probe = Probe(
             self._outcomes[rank],
             self._spec.faults,

@@ -126,33 +126,6 @@ def test_reductions_are_exact_and_keep_types(world: Ranks) -> None:
     world.run(program)
 
 
-@several()
-def test_mismatched_values_are_the_same_error_everywhere(world: Ranks) -> None:
-    def program() -> list[str]:
-        r = sp.get_rank()
-        said = []
-        for value in (
-            {"w": np.zeros((2, 3 + r))},
-            np.zeros(2, "f8" if r else "f4"),
-            {"a": 1} if r else {"b": 1},
-            [1, 2] if r else [1],
-            np.zeros(1) if r else 1.0,
-        ):
-            with pytest.raises(sp.RankMismatch) as caught:
-                sp.all_reduce(value)
-            said.append(str(caught.value))
-        sp.barrier("still in step")
-        return said
-
-    first, *others = world.run(program)
-    assert all(other == first for other in others)
-    assert "value['w']" in first[0]
-    assert "(2, 3)" in first[0]
-    assert "(2, 4)" in first[0]
-    assert "float32" in first[1]
-    assert "float64" in first[1]
-
-
 def test_flags(world: Ranks) -> None:
     def program() -> list[bool]:
         r, last = sp.get_rank(), sp.get_world_size() - 1
@@ -300,21 +273,6 @@ def test_assert_same_tells_of_what_cannot_be_shown(world: Ranks) -> None:
     for said in world.run(program):
         assert "rank 0: Shown(False)  (digest" in said
         assert f"rank {world.ranks - 1}: <no text: its __repr__ raised RuntimeError>" in said
-
-
-@several(2)
-def test_pythons_and_numpys_numbers_mix(world: Ranks) -> None:
-    def program() -> Any:
-        def either(one: Any, other: Any, op: Any = "sum") -> Any:
-            return sp.all_reduce(one if sp.is_main() else other, op)
-
-        pairs: list[Any] = [(1, 0.5), (np.float32(1), 0.5), (np.True_, np.float64(0.5))]
-        for op, expected in {"sum": 1.5, "mean": 0.75, "prod": 0.5, "max": 1}.items():
-            for one, other in pairs:
-                assert either(one, other, op) == either([other], [one], op)[0] == expected
-        assert type(either(np.int64(2**62), np.int64(2**62))) is int
-
-    world.run(program)
 
 
 #: What takes a group.

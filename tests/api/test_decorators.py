@@ -88,12 +88,7 @@ def test_a_failing_turn_ends_all_later_ones(world: Ranks) -> None:
         sp.barrier("still in step")
         return ran, said
 
-    assert world.run(program) == [
-        ([True], "disk"),
-        ([True], "OSError"),
-        ([], "disk"),
-        ([], "disk"),
-    ]
+    assert world.run(program) == [([True], "disk"), ([True], "OSError"), ([], "disk"), ([], "disk")]
 
 
 def test_decorators_choose_one_rank(world: Ranks) -> None:

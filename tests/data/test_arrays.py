@@ -283,28 +283,6 @@ def test_an_object_that_needs_pickle_takes_its_arrays_along(world: Ranks) -> Non
     world.run(program)
 
 
-class Unreadable:
-    def __reduce__(self) -> Any:
-        return _refuse, ()
-
-
-def _refuse() -> None:
-    raise RuntimeError("not here")
-
-
-def test_an_object_that_cannot_be_made_here_is_a_shared_failure(meeting_place: Path) -> None:
-    def program() -> str:
-        try:
-            sp.broadcast((np.ones(5_000_000), Unreadable()) if sp.is_main() else None)
-        except sp.SyncError as error:
-            return f"{type(error).__name__} {sp.all_reduce(1)}"
-        raise AssertionError("no error")
-
-    # Nobody waits for pieces that a rank cannot take.
-    outcomes = Ranks(Kind("file", 3), meeting_place).run(program)
-    assert outcomes == ["PeerFailed 3", "EncodingError 3", "EncodingError 3"]
-
-
 class Calling:
     def __reduce__(self) -> Any:
         sp.barrier("inside")
@@ -419,34 +397,6 @@ def test_tensors_of_every_dtype(world: Ranks) -> None:
             assert total.tolist() == exact.to(total.dtype).tolist(), name
 
     world.run(program, SYNCPRIMS_PICKLE="0")
-
-
-@several()
-def test_tensors_keep_what_they_are(world: Ranks) -> None:
-    torch = pytest.importorskip("torch")
-
-    def program() -> None:
-        torch.set_num_threads(1)
-        n, rank = sp.get_world_size(), sp.get_rank()
-        leaf = torch.full((50, 100), float(rank), requires_grad=True)
-        sent = sp.broadcast(leaf, n - 1)
-        assert sent.requires_grad
-        assert sent.tolist() == [[n - 1.0] * 100] * 50
-        total = sp.all_reduce(torch.nn.Parameter(leaf.detach()) if rank else leaf)
-        assert not total.requires_grad
-        assert total[0, 0] == n * (n - 1) / 2
-        out = torch.zeros(100, 50).t()
-        assert sp.all_reduce(leaf, out=out) is out
-        assert torch.equal(out, total)
-        half = torch.full((3000,), 1 + 2**-7, dtype=torch.bfloat16)
-        place = torch.empty_like(half)
-        assert sp.all_reduce(half, "mean", out=place) is place
-        assert torch.equal(place, half)
-        state = torch.nn.Linear(100, 100).state_dict()
-        got: Any = sp.broadcast(state if rank == 0 else None)
-        assert list(got) == ["weight", "bias"]
-
-    world.run(program)
 
 
 @several()

@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import random
+import re
 import time
 import weakref
 from typing import Any, get_args
@@ -21,7 +22,7 @@ import syncprims as sp
 from syncprims._data import codec, layouts, reduction
 from syncprims.interface import Label, Mark, Note
 
-KINDS: list[Any] = [3, -2, 0.5, True, 1 << 70, np.float64(0.25), 1 + 2j]
+KINDS: list[Any] = [3, -2, 0.5, True, 1 << 70, np.float64(0.25), np.True_, np.int64(2**62), 1 + 2j]
 
 
 def rounds_of(call: Any) -> int:
@@ -39,8 +40,10 @@ def test_numbers_of_all_kinds_meet(world: Ranks) -> None:
         rank, n = sp.get_rank(), sp.get_world_size()
         for one, other in itertools.product(KINDS, KINDS):
             mine = other if rank == n - 1 else one
-            total = (n - 1) * one + other
-            assert sp.all_reduce(mine) == total
+            total = (n - 1) * reduction.detached(one) + reduction.detached(other)
+            found = sp.all_reduce(mine)
+            assert found == total
+            assert not isinstance(found, np.generic)  # reduced as Python's, whichever rank has it
             assert sp.all_reduce([1, mine]) == [n, total]
             got = sp.all_reduce({"a": mine, "b": 0.5}, "mean")
             assert got == {"a": total / n, "b": 0.5}
@@ -121,20 +124,26 @@ def test_each_rank_may_gather_another_value(world: Ranks) -> None:
 
 @several()
 def test_values_that_differ_in_structure_are_a_mismatch_on_all(world: Ranks) -> None:
-    def program() -> None:
-        last = sp.get_rank() == sp.get_world_size() - 1
+    def program() -> list[str]:
+        last, said = sp.get_rank() == sp.get_world_size() - 1, []
         values: list[Any] = [1.0, [1.0], [1.0, 2], (1.0,), {"a": 1.0}, {"b": 1.0}]
         values += [np.ones(1), np.ones(2), np.ones(1, "f4"), torch.ones(1), np.ones(3000)]
         values += [[1.0] * 20, np.ones(30), torch.ones(200)]  # of other sizes in memory
         values += [{"a": np.ones(1)}, {"a": torch.ones(1), "b": 1}, [np.ones(150), np.ones(150)]]
         values += [{"a": [1.0]}, np.ones((1000, 2)), [np.ones((1000, 2))] * 2]
+        values += [{"w": np.zeros((2, 3))}, {"w": np.zeros((2, 4))}]
         pairs = list(itertools.permutations(values, 2))
-        for one, other in pairs if sp.get_world_size() == 2 else pairs[::5]:
-            with pytest.raises(sp.RankMismatch, match="differ in kind, shape or dtype"):
+        for one, other in pairs if sp.get_world_size() == 2 else [*pairs[::5], *pairs[-2:]]:
+            with pytest.raises(sp.RankMismatch, match="differ in kind, shape or dtype") as caught:
                 sp.all_reduce(other if last else one)
+            said.append(str(caught.value))
         assert sp.all_reduce(1) == sp.get_world_size()  # still in step
+        return said
 
-    world.run(program)
+    first, *others = world.run(program)
+    assert all(other == first for other in others)
+    said = r"at value\['w'\]:\n  rank 0: .*\(2, 4\).*\n(.*\n)*.*\(2, 3\)"
+    assert re.search(said, first[-1])
 
 
 @several()
@@ -196,6 +205,9 @@ def test_tensors_of_one_shape_are_alike_whatever_their_history(world: Ranks) -> 
                 total = sp.all_reduce(one if rank else other)
                 assert not total.requires_grad
                 assert total.tolist() == [1.0] * size
+            sent = sp.broadcast(leaf, 1)
+            assert sent.requires_grad
+            assert sent.tolist() == [1.0] * size
         place = torch.zeros(3)
         version = place._version
         assert sp.all_reduce(torch.ones(3), out=place) is place

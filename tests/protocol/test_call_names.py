@@ -114,19 +114,6 @@ def test_strict_ranks_make_a_call_from_one_line(world: Ranks) -> None:
         assert "SYNCPRIMS_STRICT=1 refuses" in said
 
 
-@several(2)
-def test_ranks_agree_whether_they_are_strict(world: Ranks) -> None:
-    if world.kind.backend == "threads":
-        pytest.skip("its ranks have the variables of one process")
-
-    def program() -> None:
-        os.environ["SYNCPRIMS_STRICT"] = str(int(os.environ["SYNCPRIMS_RANK"]) % 2)
-        with pytest.raises(sp.ConfigurationError, match="disagree about SYNCPRIMS_STRICT"):
-            sp.init()
-
-    world.run_alone(program)
-
-
 def test_a_world_of_threads_warns_of_values_from_different_lines() -> None:
     with pytest.warns(sp.SyncWarning, match="on different lines") as caught:
         found = run_world(reversed_order, 2)

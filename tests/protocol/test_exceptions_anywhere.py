@@ -460,8 +460,7 @@ def test_an_exception_anywhere_is_never_a_wrong_value(call: str) -> None:
 
 @pytest.mark.parametrize("backend", ["file", "torch"])
 @pytest.mark.parametrize(
-    "call",
-    ["barrier", "broadcast array", "all_gather pickle", "all_reduce array"],
+    "call", ["barrier", "broadcast array", "all_gather pickle", "all_reduce array"]
 )
 def test_an_exception_anywhere_in_a_process_is_never_a_wrong_value(
     call: str, backend: str, meeting_place: Path

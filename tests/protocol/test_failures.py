@@ -230,15 +230,16 @@ def test_pickle_can_be_forbidden(world: Ranks) -> None:
 
 @in_processes
 @several(2)
-def test_disagreement_about_settings_is_an_error_on_all_ranks(world: Ranks) -> None:
+@pytest.mark.parametrize("variable", ["SYNCPRIMS_PICKLE", "SYNCPRIMS_STRICT"])
+def test_disagreement_about_settings_is_an_error_on_all_ranks(world: Ranks, variable: str) -> None:
     def program() -> Any:
-        os.environ["SYNCPRIMS_PICKLE"] = os.environ["SYNCPRIMS_RANK"]
+        os.environ[variable] = os.environ["SYNCPRIMS_RANK"]
         error = caught(sp.init)
         return type(error).__name__, str(error)
 
     for name, text in world.outcomes(program, start=False):
         assert name == "ConfigurationError"
-        assert "disagree about SYNCPRIMS_PICKLE, at init (" in text
+        assert f"disagree about {variable}, at init (" in text
         assert "rank 0: False, rank 1: True" in text
 
 
@@ -353,19 +354,30 @@ TEXTS = [
 
 
 @several(2)
-@pytest.mark.parametrize("number", range(len(TEXTS)))
-def test_any_text_of_an_exception_arrives(world: Ranks, number: int) -> None:
-    def program() -> Any:
-        sp.barrier()
-        if sp.get_rank() == 1:
-            raise ValueError(TEXTS[number])
-        error = caught(lambda: sp.barrier("load"))
-        assert isinstance(error, sp.PeerFailed)
-        failure = error.failures[1]
-        return failure.type, failure.message[:10], "Traceback" in failure.traceback
+def test_any_text_of_an_exception_arrives(world: Ranks) -> None:
+    """In a note, and as the last that a rank publishes."""
 
-    said, _ = world.outcomes(program)
-    assert said == ("ValueError", TEXTS[number][:10], True)
+    def program() -> Any:
+        def block(text: str) -> None:
+            with sp.main_first():
+                if sp.is_main():
+                    raise ValueError(text)
+
+        found: list[Any] = []
+        for text in TEXTS:
+            if sp.is_main():
+                with contextlib.suppress(ValueError):
+                    block(text)
+            else:
+                found.append(caught(partial(block, text)))
+        if sp.is_main():
+            raise ValueError(TEXTS[-1])
+        found.append(caught(sp.barrier))
+        failures = [error.failures[0] for error in found if isinstance(error, sp.PeerFailed)]
+        return [(f.type, f.message[:10], "Traceback" in f.traceback) for f in failures]
+
+    _, said = world.outcomes(program)
+    assert said == [("ValueError", text[:10], True) for text in (*TEXTS, TEXTS[-1])]
 
 
 @in_processes

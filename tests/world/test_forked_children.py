@@ -157,22 +157,26 @@ if rank == 1 and LIVES:
 """
 
 
-@pytest.mark.parametrize("call", ["barrier('while it forks')", "reduce()"])
+BARRIER = "barrier('while it forks')"
+
+
 @pytest.mark.parametrize(
-    ("thread", "way", "ending", "code"),
+    ("thread", "way", "ending", "code", "call"),
     [
-        (False, "fork", "os._exit(0)", 0),
-        (False, "fork", "sys.exit(0)", 0),
-        (False, "fork", "sys.exit(3)", 3),
-        (False, "fork", "return", 1),  # into the wait, where it is refused: it is no rank
-        (False, "fork", "raise ValueError('its own')", 1),
-        (False, "fork", "live_on()", None),
-        (False, "multiprocessing", "return", 0),
-        (False, "multiprocessing", "live_on()", None),
-        (True, "fork", "return", 0),
-        (True, "fork", "sys.exit(3)", 0),  # which ends a thread, here the child's only one
-        (True, "fork", "live_on()", None),
-        (True, "multiprocessing", "return", 0),
+        (False, "fork", "os._exit(0)", 0, BARRIER),
+        (False, "fork", "sys.exit(0)", 0, BARRIER),
+        (False, "fork", "sys.exit(3)", 3, BARRIER),
+        (False, "fork", "return", 1, BARRIER),  # into the wait, where it is refused: it is no rank
+        (False, "fork", "raise ValueError('its own')", 1, BARRIER),
+        (False, "fork", "live_on()", None, BARRIER),
+        (False, "multiprocessing", "return", 0, BARRIER),
+        (False, "multiprocessing", "live_on()", None, BARRIER),
+        (True, "fork", "return", 0, BARRIER),
+        (True, "fork", "sys.exit(3)", 0, BARRIER),  # which ends a thread, here the child's only one
+        (True, "fork", "live_on()", None, BARRIER),
+        (True, "multiprocessing", "return", 0, BARRIER),
+        (False, "fork", "live_on()", None, "reduce()"),
+        (True, "fork", "sys.exit(3)", 0, "reduce()"),
     ],
 )
 def test_a_child_forked_in_the_middle_of_a_wait_is_no_rank_and_does_no_harm(

@@ -6,24 +6,10 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.launcher_variables import (
-    MPICH,
-    OPEN_MPI,
-    OURS,
-    SHELL,
-    SLURM,
-    SLURM_JOB,
-    TORCHRUN,
-    env,
-)
+from support.launcher_variables import MPICH, OPEN_MPI, OURS, SHELL, SLURM, SLURM_JOB, TORCHRUN, env
 
 from syncprims import ConfigurationError
-from syncprims._world.launchers import (
-    detect,
-    find_half_world,
-    find_spread,
-    make_rank_variables,
-)
+from syncprims._world.launchers import detect, find_half_world, find_spread, make_rank_variables
 from syncprims._world.settings import derive_store, read_settings
 from syncprims.interface import UNKNOWN, Topology
 
@@ -55,112 +41,59 @@ PLACES: list[tuple[str, dict[str, str], tuple[Any, ...]]] = [
     ("torchrun", TORCHRUN, ("torchrun", 5, 8, 1, 4, 1, 2)),
     ("RANK and WORLD_SIZE", env("RANK=1 WORLD_SIZE=2"), ("torchrun", 1, 2, *[UNKNOWN] * 4)),
     ("srun", SLURM, ("SLURM", 5, 6, 1, 2, 1, 2)),
-    (
-        "srun, tasks per node repeated",
-        SLURM | env("SLURM_STEP_TASKS_PER_NODE=3(x2) SLURM_LOCALID=2"),
-        ("SLURM", 5, 6, 2, 3, 1, 2),
-    ),
+    ("srun, tasks per node repeated",
+     SLURM | env("SLURM_STEP_TASKS_PER_NODE=3(x2) SLURM_LOCALID=2"), ("SLURM", 5, 6, 2, 3, 1, 2)),
     ("sbatch's own script", SLURM_JOB | env("SLURM_PROCID=0"), ("none", 0, 1, 0, 1, 0, 1)),
     ("salloc's shell", SHELL | env("SLURM_JOB_NAME=bash"), ("none", 0, 1, 0, 1, 0, 1)),
     ("interactive", SHELL | env("SLURM_JOB_NAME=interactive"), ("none", 0, 1, 0, 1, 0, 1)),
     ("srun bash -c", SLURM | env("SLURM_JOB_NAME=bash"), ("SLURM", 5, 6, 1, 2, 1, 2)),
     ("mpirun", OPEN_MPI, ("Open MPI", 3, 4, 1, 2, UNKNOWN, UNKNOWN)),
     ("mpiexec of MPICH", MPICH, ("MPICH", 1, 2, 1, 2, 0, 1)),
-    (
-        "several agents of torchrun on one node of SLURM",
-        TORCHRUN | SLURM | TWO_TASKS | env("SLURM_PROCID=1 SLURM_LOCALID=1"),
-        ("torchrun", 5, 8, 1, 4, 1, 2),
-    ),
-    (
-        "torchrun on each node of a SLURM step",
-        TORCHRUN | SLURM | DAEMON | env("SLURM_PROCID=1 SLURM_NODEID=1"),
-        ("torchrun", 5, 8, 1, 4, 1, 2),
-    ),
-    (
-        "mpirun, whose daemons are a SLURM step",
-        OPEN_MPI | SLURM | DAEMON | env("SLURM_PROCID=1 SLURM_NODEID=1"),
-        ("Open MPI", 3, 4, 1, 2, UNKNOWN, UNKNOWN),
-    ),
-    (
-        "mpirun in a batch script of two nodes, whose daemon is a step of one",
-        OPEN_MPI | SLURM | ONE_TASK,
-        ("Open MPI", 3, 4, 1, 2, UNKNOWN, UNKNOWN),
-    ),
-    (
-        "mpirun with as many ranks as daemons, one of which is on its own node",
-        OPEN_MPI_ALONE | SLURM | DAEMON | env("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2"),
-        ("Open MPI", 1, 2, 0, 1, UNKNOWN, UNKNOWN),
-    ),
-    (
-        "mpirun, whose daemons are a SLURM step with PMI",
-        OPEN_MPI | SLURM | DAEMON | env("PMI_RANK=0 PMI_SIZE=2"),
-        ("Open MPI", 3, 4, 1, 2, UNKNOWN, UNKNOWN),
-    ),
-    (
-        "srun in a shell of SLURM with PMI",
-        SLURM | env("PMI_RANK=0 PMI_SIZE=1"),
-        ("SLURM", 5, 6, 1, 2, 1, 2),
-    ),
-    (
-        "each task of a SLURM step starts a run of torchrun",
-        SLURM
-        | TWO_TASKS
-        | TORCHRUN
-        | env("RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=1"),
-        ("torchrun", 1, 2, 1, 2, 0, 1),
-    ),
-    (
-        "each task of a SLURM step starts torchrun with one rank",
-        SLURM
-        | TWO_TASKS
-        | TORCHRUN
-        | env(
-            "RANK=0 LOCAL_RANK=0 GROUP_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 GROUP_WORLD_SIZE=1"
-        ),
-        ("torchrun", 0, 1, 0, 1, 0, 1),
-    ),
-    (
-        "workers of Ray on three of SLURM's four nodes",
-        env("RANK=2 WORLD_SIZE=3 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 NODE_RANK=2")
-        | SLURM
-        | ONE_TASK
-        | env(
-            "SLURM_PROCID=3 SLURM_NODEID=3 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=4 "
-            "SLURM_STEP_TASKS_PER_NODE=1(x4)"
-        ),
-        ("torchrun", 2, 3, 0, 1, UNKNOWN, UNKNOWN),
-    ),
-    (
-        "ranks that a task of SLURM starts by hand",
-        env("RANK=1 WORLD_SIZE=2") | SLURM | ONE_TASK,
-        ("torchrun", 1, 2, *[UNKNOWN] * 4),
-    ),
-    (
-        "SLURM by choice",
-        TORCHRUN | SLURM | env("SYNCPRIMS_LAUNCHER=slurm"),
-        ("SLURM", 5, 6, 1, 2, 1, 2),
-    ),
-    (
-        "Open MPI by choice",
-        {**OPEN_MPI, **MPICH, "SYNCPRIMS_LAUNCHER": "Open MPI"},
-        ("Open MPI", 3, 4, 1, 2, UNKNOWN, UNKNOWN),
-    ),
-    (
-        "none by choice",
-        TORCHRUN | SLURM | env("SYNCPRIMS_LAUNCHER=none"),
-        ("none", 0, 1, 0, 1, 0, 1),
-    ),
-    (
-        "srun with PMI, saying the same",
-        SLURM | env("PMI_RANK=5 PMI_SIZE=6"),
-        ("SLURM", 5, 6, 1, 2, 1, 2),
-    ),
-    (
-        "syncprims run inside one SLURM task",
-        make_rank_variables(1, 4) | SLURM | ONE_TASK,
-        ("syncprims", 1, 4, 1, 4, 0, 1),
-    ),
-]
+    ("several agents of torchrun on one node of SLURM",
+     TORCHRUN | SLURM | TWO_TASKS | env("SLURM_PROCID=1 SLURM_LOCALID=1"),
+     ("torchrun", 5, 8, 1, 4, 1, 2)),
+    ("torchrun on each node of a SLURM step",
+     TORCHRUN | SLURM | DAEMON | env("SLURM_PROCID=1 SLURM_NODEID=1"),
+     ("torchrun", 5, 8, 1, 4, 1, 2)),
+    ("mpirun, whose daemons are a SLURM step",
+     OPEN_MPI | SLURM | DAEMON | env("SLURM_PROCID=1 SLURM_NODEID=1"),
+     ("Open MPI", 3, 4, 1, 2, UNKNOWN, UNKNOWN)),
+    ("mpirun in a batch script of two nodes, whose daemon is a step of one",
+     OPEN_MPI | SLURM | ONE_TASK, ("Open MPI", 3, 4, 1, 2, UNKNOWN, UNKNOWN)),
+    ("mpirun with as many ranks as daemons, one of which is on its own node",
+     OPEN_MPI_ALONE | SLURM | DAEMON | env("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2"),
+     ("Open MPI", 1, 2, 0, 1, UNKNOWN, UNKNOWN)),
+    ("mpirun, whose daemons are a SLURM step with PMI",
+     OPEN_MPI | SLURM | DAEMON | env("PMI_RANK=0 PMI_SIZE=2"),
+     ("Open MPI", 3, 4, 1, 2, UNKNOWN, UNKNOWN)),
+    ("srun in a shell of SLURM with PMI", SLURM | env("PMI_RANK=0 PMI_SIZE=1"),
+     ("SLURM", 5, 6, 1, 2, 1, 2)),
+    ("each task of a SLURM step starts a run of torchrun",
+     SLURM | TWO_TASKS | TORCHRUN
+     | env("RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=1"),
+     ("torchrun", 1, 2, 1, 2, 0, 1)),
+    ("each task of a SLURM step starts torchrun with one rank",
+     SLURM | TWO_TASKS | TORCHRUN | env("RANK=0 LOCAL_RANK=0 GROUP_RANK=0")
+     | env("WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 GROUP_WORLD_SIZE=1"),
+     ("torchrun", 0, 1, 0, 1, 0, 1)),
+    ("workers of Ray on three of SLURM's four nodes",
+     env("RANK=2 WORLD_SIZE=3 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 NODE_RANK=2") | SLURM
+     | env("SLURM_PROCID=3 SLURM_LOCALID=0 SLURM_NODEID=3 SLURM_STEP_NUM_TASKS=4")
+     | env("SLURM_STEP_NUM_NODES=4 SLURM_STEP_TASKS_PER_NODE=1(x4)"),
+     ("torchrun", 2, 3, 0, 1, UNKNOWN, UNKNOWN)),
+    ("ranks that a task of SLURM starts by hand", env("RANK=1 WORLD_SIZE=2") | SLURM | ONE_TASK,
+     ("torchrun", 1, 2, *[UNKNOWN] * 4)),
+    ("SLURM by choice", TORCHRUN | SLURM | env("SYNCPRIMS_LAUNCHER=slurm"),
+     ("SLURM", 5, 6, 1, 2, 1, 2)),
+    ("Open MPI by choice", {**OPEN_MPI, **MPICH, "SYNCPRIMS_LAUNCHER": "Open MPI"},
+     ("Open MPI", 3, 4, 1, 2, UNKNOWN, UNKNOWN)),
+    ("none by choice", TORCHRUN | SLURM | env("SYNCPRIMS_LAUNCHER=none"),
+     ("none", 0, 1, 0, 1, 0, 1)),
+    ("srun with PMI, saying the same", SLURM | env("PMI_RANK=5 PMI_SIZE=6"),
+     ("SLURM", 5, 6, 1, 2, 1, 2)),
+    ("syncprims run inside one SLURM task", make_rank_variables(1, 4) | SLURM | ONE_TASK,
+     ("syncprims", 1, 4, 1, 4, 0, 1)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -183,68 +116,37 @@ def test_places(environ: dict[str, str], expected: tuple[Any, ...]) -> None:
 WRONG: list[tuple[str, dict[str, str], list[str]]] = [
     ("half of torchrun", env("WORLD_SIZE=2"), ["WORLD_SIZE=2", "without RANK", "unset"]),
     ("half of ours", env("SYNCPRIMS_RANK=0"), ["SYNCPRIMS_RANK=0", "SYNCPRIMS_WORLD_SIZE"]),
-    (
-        "a pod of several ranks without torchrun",
-        env("RANK=1 WORLD_SIZE=8 PET_NNODES=2 PET_NPROC_PER_NODE=4"),
-        ["PET_NPROC_PER_NODE=4", "WORLD_SIZE=8", "torchrun"],
-    ),
+    ("a pod of several ranks without torchrun",
+     env("RANK=1 WORLD_SIZE=8 PET_NNODES=2 PET_NPROC_PER_NODE=4"),
+     ["PET_NPROC_PER_NODE=4", "WORLD_SIZE=8", "torchrun"]),
     ("no number", env("RANK=one WORLD_SIZE=2"), ["RANK='one'", "whole number"]),
-    (
-        "no such rank",
-        env("RANK=2 WORLD_SIZE=2"),
-        ["says RANK=2 and WORLD_SIZE=2: RANK must"],
-    ),
+    ("no such rank", env("RANK=2 WORLD_SIZE=2"), ["says RANK=2 and WORLD_SIZE=2: RANK must"]),
     ("local rank", TORCHRUN | env("LOCAL_RANK=4"), ["LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"]),
     ("local size", TORCHRUN | env("LOCAL_WORLD_SIZE=16"), ["LOCAL_WORLD_SIZE=16", "WORLD_SIZE=8"]),
-    (
-        "a number that no variable gives",
-        env("RANK=0 WORLD_SIZE=2 LOCAL_RANK=5"),
-        ["LOCAL_RANK=5 and WORLD_SIZE=2"],
-    ),
+    ("a number that no variable gives", env("RANK=0 WORLD_SIZE=2 LOCAL_RANK=5"),
+     ["LOCAL_RANK=5 and WORLD_SIZE=2"]),
     ("SLURM's list", SLURM | env("SLURM_STEP_TASKS_PER_NODE=4x2"), ["'4x2'", "2(x3),1"]),
-    (
-        "torchrun against SLURM",
-        TORCHRUN | SLURM,
-        ["torchrun says RANK=5 WORLD_SIZE=8", "SLURM says SLURM_PROCID=5", "unset"],
-    ),
-    (
-        "ours against torchrun",
-        OURS | env("RANK=0 WORLD_SIZE=2"),
-        ["SYNCPRIMS_RANK=1", "RANK=0 WORLD_SIZE=2"],
-    ),
-    (
-        "Open MPI against MPICH",
-        OPEN_MPI | MPICH | env("PMI_SIZE=8"),
-        ["OMPI_COMM_WORLD_RANK=3", "PMI_RANK=1 PMI_SIZE=8"],
-    ),
-    (
-        "mpirun of one rank in a step, or a step in mpirun of one rank",
-        OPEN_MPI_ALONE | SLURM | env("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1"),
-        ["SLURM says SLURM_PROCID=5", "OMPI_COMM_WORLD_SIZE=1", "SYNCPRIMS_LAUNCHER=slurm or"],
-    ),
-    (
-        "more agents of torchrun than nodes of its run",
-        TORCHRUN
-        | SLURM
-        | env("SLURM_PROCID=4 SLURM_STEP_NUM_TASKS=8 SLURM_STEP_TASKS_PER_NODE=4(x2)"),
-        ["torchrun says RANK=5 WORLD_SIZE=8", "SLURM_STEP_NUM_TASKS=8", "SYNCPRIMS_LAUNCHER"],
-    ),
-    (
-        "Lightning's starter before it has initialized the group",
-        env("LOCAL_RANK=1 NODE_RANK=0 WORLD_SIZE=2 MASTER_PORT=1234"),
-        ["WORLD_SIZE=2, LOCAL_RANK=1 without RANK", "initialize torch.distributed"],
-    ),
-    (
-        "a launcher that nobody knows",
-        TORCHRUN | env("SYNCPRIMS_LAUNCHER=pbs"),
-        ["SYNCPRIMS_LAUNCHER='pbs'", "torchrun, slurm, openmpi, mpich, none", "entry point"],
-    ),
-    (
-        "a launcher that is named and not there",
-        TORCHRUN | env("SYNCPRIMS_LAUNCHER=slurm"),
-        ["SYNCPRIMS_LAUNCHER=slurm", "SLURM_PROCID", "not set"],
-    ),
-]
+    ("torchrun against SLURM", TORCHRUN | SLURM,
+     ["torchrun says RANK=5 WORLD_SIZE=8", "SLURM says SLURM_PROCID=5", "unset"]),
+    ("ours against torchrun", OURS | env("RANK=0 WORLD_SIZE=2"),
+     ["SYNCPRIMS_RANK=1", "RANK=0 WORLD_SIZE=2"]),
+    ("Open MPI against MPICH", OPEN_MPI | MPICH | env("PMI_SIZE=8"),
+     ["OMPI_COMM_WORLD_RANK=3", "PMI_RANK=1 PMI_SIZE=8"]),
+    ("mpirun of one rank in a step, or a step in mpirun of one rank",
+     OPEN_MPI_ALONE | SLURM | env("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1"),
+     ["SLURM says SLURM_PROCID=5", "OMPI_COMM_WORLD_SIZE=1", "SYNCPRIMS_LAUNCHER=slurm or"]),
+    ("more agents of torchrun than nodes of its run",
+     TORCHRUN | SLURM | env("SLURM_PROCID=4 SLURM_STEP_NUM_TASKS=8")
+     | env("SLURM_STEP_TASKS_PER_NODE=4(x2)"),
+     ["torchrun says RANK=5 WORLD_SIZE=8", "SLURM_STEP_NUM_TASKS=8", "SYNCPRIMS_LAUNCHER"]),
+    ("Lightning's starter before it has initialized the group",
+     env("LOCAL_RANK=1 NODE_RANK=0 WORLD_SIZE=2 MASTER_PORT=1234"),
+     ["WORLD_SIZE=2, LOCAL_RANK=1 without RANK", "initialize torch.distributed"]),
+    ("a launcher that nobody knows", TORCHRUN | env("SYNCPRIMS_LAUNCHER=pbs"),
+     ["SYNCPRIMS_LAUNCHER='pbs'", "torchrun, slurm, openmpi, mpich, none", "entry point"]),
+    ("a launcher that is named and not there", TORCHRUN | env("SYNCPRIMS_LAUNCHER=slurm"),
+     ["SYNCPRIMS_LAUNCHER=slurm", "SLURM_PROCID", "not set"]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("environ", "words"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
@@ -294,11 +196,7 @@ def test_agents_that_count_their_own_restarts_have_one_run_id(own: dict[str, str
 @pytest.mark.parametrize("own", [{}, env("SYNCPRIMS_RUN_ID=mine")])
 @pytest.mark.parametrize(
     ("started", "restarted"),
-    [
-        (ONE_AGENT, RESTARTED),
-        (OURS, RESTARTED),
-        (SLURM, env("SLURM_RESTART_COUNT=1")),
-    ],
+    [(ONE_AGENT, RESTARTED), (OURS, RESTARTED), (SLURM, env("SLURM_RESTART_COUNT=1"))],
 )
 def test_each_start_has_a_run_id_of_its_own_where_all_ranks_know_its_number(
     started: dict[str, str], restarted: dict[str, str], own: dict[str, str]
