@@ -58,7 +58,7 @@ class RankRecord(NamedTuple):
         """Return the record of this process; None where the system knows too little."""
         launcher = _own_launcher()
         if launcher is None or not ends:
-            return launcher and cls(launcher, joined=joined)
+            return None if launcher is None else cls(launcher, joined=joined)
         process = [*ProcessIdentity.own()]
         return cls(launcher, None, joined, process, _own_program(), _now())
 
