@@ -38,7 +38,9 @@ def rounds_of(call: Any) -> int:
 def test_numbers_of_all_kinds_meet(world: Ranks) -> None:
     def program() -> None:
         rank, n = sp.get_rank(), sp.get_world_size()
-        for one, other in itertools.product(KINDS, KINDS):
+        pairs = itertools.combinations_with_replacement(KINDS, 2)
+        for number, pair in enumerate(pairs):
+            one, other = pair[:: 1 - number % 2 * 2]
             mine = other if rank == n - 1 else one
             total = (n - 1) * reduction.detached(one) + reduction.detached(other)
             found = sp.all_reduce(mine)
@@ -87,7 +89,7 @@ def test_one_line_may_broadcast_another_kind_of_value_each_time(world: Ranks) ->
         dice = random.Random(5)
         place = np.zeros((2, 2), "f4")
         sources = range(n)
-        for value in [*values, *dice.choices(values, k=30)]:
+        for value in [*values, *dice.choices(values, k=12)]:
             out = place if isinstance(value, np.ndarray) and value.shape == (2, 2) else None
             for src in sources:
                 mine = value if sp.get_rank() == src else None
@@ -112,7 +114,7 @@ def test_each_rank_may_gather_another_value(world: Ranks) -> None:
         kinds += [np.ones(3), np.ones(300), np.ones(3000), torch.ones(3), np.ones(0), np.float32(1)]
         kinds += [(np.ones(3), 1), {"a": torch.ones(2), "b": torch.zeros(2)}, [np.ones(190)] * 7]
         dice = random.Random(7)
-        for step in range(60):
+        for step in range(40):
             values = dice.choices(kinds, k=1 if step % 3 == 0 else n) * n
             found = sp.all_gather(values[rank])
             assert found[rank] is values[rank]
