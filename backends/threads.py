@@ -56,7 +56,7 @@ class RankScheduler(Protocol):
 
 
 class SharedWorld:
-    """What the ranks of one world share. Each has the slot of its number when it started."""
+    """The state that the ranks of one world share. The first number of a rank is its slot."""
 
     def __init__(self, scheduler: RankScheduler, slots: Sequence[int]) -> None:
         self.scheduler = scheduler
@@ -92,7 +92,7 @@ class SharedWorld:
 
 
 class _SharedBoard:
-    """What the members of one board have in common."""
+    """The state that the members of one board share."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self.posted = dict.fromkeys(members, 0)

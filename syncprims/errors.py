@@ -1,4 +1,4 @@
-"""What can go wrong, on which ranks, and how an error travels from one rank to another.
+"""The errors of the library, and how an error travels from one rank to another.
 
 Every error is a :class:`SyncError` and also the nearest builtin, so ``except TimeoutError`` works
 as expected. Each carries its facts as attributes and pickles. :func:`dump` and :func:`load` carry
@@ -197,7 +197,7 @@ class SyncWarning(UserWarning):
 
 
 class CheckpointError(SyncError, OSError):
-    """A checkpoint could not be written completely, or is not what was written.
+    """A checkpoint could not be written completely, or was changed after it was written.
 
     Like every OSError it has :attr:`filename`, and :attr:`errno` where the system gave one.
     """

@@ -50,7 +50,7 @@ class Topology(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What the user may set. Times are in seconds."""
+    """The settings of the user. Times are in seconds."""
 
     timeout: float | None = None  #: of a call that has none; None leaves it to the backend
     join_timeout: float = 300.0  #: for all ranks to come when the world starts
@@ -159,7 +159,7 @@ class Label:
 
 
 class Mark(IntEnum):
-    """What a note says beside its label. Boards carry it; the call knows what it means."""
+    """The kind of a note. Boards carry it, and each call defines its meaning."""
 
     NONE = 0
     YES = 1  #: to the question of the call: a flag is set, an object is equal
@@ -171,7 +171,7 @@ MARKS = tuple(Mark)
 
 
 class Note(NamedTuple):
-    """What one rank posts to one round."""
+    """The message that one rank posts to one round."""
 
     label: Label
     mark: Mark = Mark.NONE
@@ -203,13 +203,13 @@ State = Literal["unknown", "alive", "finished", "failed", "lost"]
 
 
 class Status(NamedTuple):
-    """What is known about one member of a board."""
+    """The state of one member of a board, as far as it is known."""
 
     rounds: int = 0  #: how many notes it has posted here
     label: Label | None = None  #: of its last note here
     state: State = "unknown"  #: unknown: it never joined, or the backend cannot know
     detail: str = ""  #: how it ended, where known: ``killed by SIGKILL``, ``exit code 3``
-    failure: bytes = b""  #: what it raised, if it failed
+    failure: bytes = b""  #: the error of the member, if it failed
 
 
 class Window(NamedTuple):
@@ -345,7 +345,7 @@ class Board(ABC):
 
     @abstractmethod
     def status(self, rank: int) -> Status:
-        """Return what is known about member `rank`, without waiting."""
+        """Return the status of member `rank`, without waiting."""
 
     @abstractmethod
     def abort(self, verdict: bytes) -> None:
@@ -405,7 +405,7 @@ class Slots(ABC):
 
     @abstractmethod
     def call_of(self, slot: int) -> bytes:
-        """Return what the process of `slot` has published last; empty if nothing."""
+        """Return the latest word of the process of `slot`; empty if it has published none."""
 
     @abstractmethod
     def state(self, slot: int) -> State:
@@ -476,7 +476,7 @@ class Backend(ABC):
 
     @classmethod  # noqa: B027 - optional
     def check(cls, topology: Topology, settings: Settings) -> None:
-        """Raise what the constructor would for these arguments alone, without joining.
+        """Raise the error that the constructor would raise for these arguments, without joining.
 
         Optional: `syncprims env` calls it, and `syncprims run` before it starts any rank.
         """
@@ -492,7 +492,7 @@ class Backend(ABC):
 
     @classmethod  # noqa: B027 - optional
     def remove_run(cls, topology: Topology, settings: Settings) -> None:
-        """Remove what a run has left behind; its processes have ended. Optional."""
+        """Remove the files that a run has left; its processes have ended. Optional."""
 
     def set_topology(self, topology: Topology) -> None:
         """Keep `topology`: the ranks have met, so its numbers about hosts are known now."""
@@ -547,7 +547,7 @@ class Backend(ABC):
 
     @property
     def meeting_place(self) -> str:
-        """Where ranks find each other, for messages; empty if there is nothing to say."""
+        """The meeting place of the ranks, as text for messages; empty if it has no name."""
         return ""
 
     def open_process_group(self) -> None:  # noqa: B027 - optional

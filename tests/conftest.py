@@ -17,6 +17,7 @@ import pytest
 from support.forks import prepare_forks
 from support.rank_worlds import Kind, Ranks, Scripts, Signs
 
+# A public call would start the world that the test says is not there.
 from syncprims._world import runtime
 
 if TYPE_CHECKING:

@@ -254,8 +254,7 @@ class FileBackend(Backend):
             if isinstance(error, SyncError) or error.errno is None:
                 raise  # a signal handler has raised it, if it has no number
             raise BackendUnavailable(
-                f"{self._run_path} cannot hold what the ranks need to meet: {error}; "
-                f"{cure_for(error)}"
+                f"{self._run_path} cannot hold the files of the run: {error}; {cure_for(error)}"
             ) from error
 
     # -- joining --------------------------------------------------------------------------------
@@ -387,9 +386,9 @@ def _acquire(base: PrivateDirectory, lock: str, timeout: float, held: list[int])
         _close_all(held)
         if time.monotonic() > deadline:
             raise BackendUnavailable(
-                f"another process has held {base.path / lock} for {timeout:g} s, where "
-                f"milliseconds would do: is a rank of this run stopped? End it, or set another "
-                f"SYNCPRIMS_RUN_ID"
+                f"another process has held {base.path / lock} for {timeout:g} s, and "
+                f"a rank needs it for milliseconds: is a rank of this run stopped? End "
+                f"it, or set another SYNCPRIMS_RUN_ID"
             )
         time.sleep(_LOCK_PAUSE)
 
@@ -427,8 +426,8 @@ def _run_path(topology: Topology, settings: Settings) -> Path:
         run_id = f"alone-{os.getpid()}"
     if run_id is None and settings.directory is None:
         raise ConfigurationError(
-            f"the ranks of this run need a name to find each other by, and {topology.launcher} "
-            f"gives none; set SYNCPRIMS_RUN_ID to the same fresh value on all ranks"
+            f"the ranks of this run need a run id, and {topology.launcher} "
+            f"gives none; set SYNCPRIMS_RUN_ID to the same new value on all ranks"
         )
     name = run_id or "run"
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:60]

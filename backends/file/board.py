@@ -450,7 +450,7 @@ class _SpinPolicy:
             self.sleeps -= 1
 
     def record(self, waited: float, weight: int = 1) -> None:
-        """Record a wait of so many seconds, which stands for `weight` waits."""
+        """Record a wait of so many seconds, which represents `weight` waits."""
         if waited > _LONG:
             self._score += _LONG_WEIGHT
             if self._score >= _LIMIT:

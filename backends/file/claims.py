@@ -1,4 +1,4 @@
-"""Claims: the first process to claim a name decides what it stands for.
+"""Claims: the first process to claim a name decides what it represents.
 
 A claim is a line that a process appends to a file of the world. The kernel puts the lines of all
 processes one after another, and the first line about a name holds for all. No lock is held, so a
@@ -28,7 +28,7 @@ class Claims:
         self._fd = directory.open_file(file, os.O_RDWR | os.O_APPEND | os.O_CREAT)
 
     def claim(self, name: str, word: str) -> str:
-        """Make `name` stand for `word` unless it is taken; return what it stands for.
+        """Make `name` stand for `word` unless it is taken; return what it represents.
 
         Neither may contain white space.
 
@@ -43,7 +43,7 @@ class Claims:
         return found
 
     def claimed(self, name: str) -> str | None:
-        """Return what `name` stands for, or None if it is not claimed."""
+        """Return what `name` represents, or None if it is not claimed."""
         for line in os.pread(self._fd, _MOST, 0).splitlines():
             claim = line.decode(errors="replace").split()
             if len(claim) == 3 and claim[1] == name and line == _line(*claim[1:]):

@@ -1,4 +1,4 @@
-"""What a world and its boards are, for those who read them from outside.
+"""The description of a world and its boards, for readers outside of the world.
 
 A small file describes the world, and another one each of its boards. No rank depends on their
 content, so a damaged file harms no rank.

@@ -32,7 +32,7 @@ _TIME_TO_END = 5.0  # seconds for a process that has recorded its own end; then 
 
 
 class EarlyEnd(NamedTuple):
-    """How a rank ended that another one waits for."""
+    """The end of a rank that another rank waits for."""
 
     how: str  #: empty if only the fact is known
     joined: bool  #: an earlier world of the run

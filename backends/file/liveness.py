@@ -84,7 +84,7 @@ class Liveness:
                 if rank == world_size + _SPARE:
                     raise ConfigurationError(
                         f"{_SPARE} processes have joined this run in place of lost ranks, and no "
-                        f"more can: restart it from a checkpoint"
+                        f"more can join: restart it from a checkpoint"
                     )
                 self._write_text(_CALL_AT, _CALL_SIZE, JOIN, rank)
             self.rank = rank  #: whose slot this is

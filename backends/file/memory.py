@@ -202,9 +202,9 @@ def map_file(
         if read_header(fd) != (magic, count) or os.fstat(fd).st_size != size:
             path, kind = directory.path / name, magic.decode().split()[1]
             raise ConfigurationError(
-                f"{path} is no {kind} file of {count} ranks of this version of syncprims: start "
-                f"all ranks from one installation. If they are, it is damaged, or something else: "
-                f"end what is left of the run, and remove {path.parent.parent}"
+                f"{path} is not a {kind} file of {count} ranks of this version of syncprims: start "
+                f"all ranks from one installation. If they are, the file is damaged: end the "
+                f"ranks that still run, and remove {path.parent.parent}"
             )
         return mmap.mmap(fd, size)
 
@@ -305,7 +305,7 @@ def open_window(directory: PrivateDirectory, name: str, count: int) -> Window:
             agreed = claims.claim("size", size)
         if os.fstat(fd).st_size < int(agreed):  # to touch what is missing would kill the process
             raise ConfigurationError(
-                f"{directory.path / name} has been cut off; end what is left of the run"
+                f"{directory.path / name} was truncated; end the ranks that still run"
             )
         return Window(memoryview(mmap.mmap(fd, int(agreed))), make_window_fence())
 

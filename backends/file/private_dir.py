@@ -188,7 +188,9 @@ class PrivateDirectory:
         if stat.S_ISFIFO(found.st_mode) and found.st_uid == os.geteuid():
             return fd
         os.close(fd)
-        raise ConfigurationError(f"{self.path / name} is no pipe of this user's own; remove it")
+        raise ConfigurationError(
+            f"{self.path / name} is not a pipe that belongs to this user; remove it"
+        )
 
     def names(self) -> list[str]:
         """Return the names inside."""
@@ -220,7 +222,7 @@ class PrivateDirectory:
 
     @property
     def is_removed(self) -> bool:
-        """Whether the directory has no name any more: nothing can be created in it."""
+        """Whether the directory was removed, so that no file can be created in it."""
         return os.fstat(self.fd).st_nlink == 0
 
     def explained(self, error: OSError, action: str, name: str) -> OSError:
@@ -285,7 +287,7 @@ def _pass_to(path: Path) -> int:
 
 
 def _link(path: Path, name: str, above: int, trusted: set[int]) -> str | None:
-    """Return the target of the link `name`; None if it is no link, or not there."""
+    """Return the target of the link `name`; None if it is not a link, or not there."""
     try:
         found = os.stat(name, dir_fd=above, follow_symlinks=False)
         target = os.readlink(name, dir_fd=above) if stat.S_ISLNK(found.st_mode) else None
@@ -293,8 +295,8 @@ def _link(path: Path, name: str, above: int, trusted: set[int]) -> str | None:
         return None  # to open it will say what is wrong
     if target is not None and found.st_uid not in trusted:
         raise ConfigurationError(
-            f"{path} is a link that belongs to user {found.st_uid}, who could lead each rank "
-            f"elsewhere; {_CURE}"
+            f"{path} is a link that belongs to user {found.st_uid}, who could lead ranks to "
+            f"different directories; {_CURE}"
         )
     return target
 

@@ -39,7 +39,7 @@ _NOTE_LIMIT = 64 * 1024  # bytes; larger notes would overload the store
 
 
 class HostConnection(NamedTuple):
-    """What connects the boards of one rank with its host and with the store."""
+    """The links of the boards of one rank to its host and to the store."""
 
     liveness: Liveness
     slots: FileSlots  #: of the ranks of this host

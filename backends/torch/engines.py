@@ -47,7 +47,7 @@ def _never_destroy(thing: object) -> None:
 
 
 class Links:
-    """Whether other hosts answer this one.
+    """Connections that show whether other hosts answer this host.
 
     Each host holds a port at which it does not listen. A host that can be reached refuses a
     connection to it at once; if the network between two hosts is cut, nothing answers.

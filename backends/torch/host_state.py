@@ -1,4 +1,4 @@
-"""What the ranks of one host share about rounds with other hosts, and about other hosts' life.
+"""The state that the ranks of one host share about rounds with other hosts, and about these hosts.
 
 One rank asks the store, and all ranks of the host read the answer here. It does not matter which:
 the decision about a round is the same, whichever rank writes it, and each record proves itself

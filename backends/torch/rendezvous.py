@@ -320,7 +320,7 @@ def _decode(result: bytes) -> Placement | None:
 
 
 class _Arrival(NamedTuple):
-    """What a process says of itself."""
+    """The facts that a process reports about itself."""
 
     rank: int
     place: str  #: the directory where it would meet others

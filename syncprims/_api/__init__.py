@@ -1,1 +1,1 @@
-"""What users call."""
+"""The functions that users call."""

@@ -1,4 +1,4 @@
-"""What users call: which rank is this, and the collectives of the current group.
+"""The public functions: rank queries, and the collectives of the current group.
 
 Each collective calls the method of the same name, so that a :class:`~syncprims.Group` and the
 module can never differ. `timeout` is in seconds or a `timedelta`; None is the world's default.
@@ -152,7 +152,7 @@ def broadcast(
     :param timeout: seconds, or a `timedelta`; None is the world's default.
     :param group: by default that of the ``with`` block, else all ranks.
     :raises EncodingError: on `src`, if the object cannot travel; the others raise `PeerFailed`.
-    :raises ValueError: if `src` is no member, or `out` has another shape or dtype.
+    :raises ValueError: if `src` is not a member, or `out` has another shape or dtype.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
     members = get_active_group(timeout) if group is None else _checked(group)
@@ -288,8 +288,8 @@ def main_first(
     if local:
         if group is not None:
             raise ValueError(
-                f"main_first(local=True, group={group!r}): local is the group of this node's "
-                f"ranks; give one of the two"
+                f"main_first(local=True, group={group!r}): local=True selects the group of "
+                f"this node's ranks; pass only one of the two"
             )
         group = get_node_group(current(timeout))
     members = get_active_group(timeout) if group is None else _checked(group)

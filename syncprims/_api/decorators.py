@@ -144,7 +144,7 @@ def on_main(
     among them. `name`, by default the function's own, is that of the call, and the same on all of
     them. Works with and without parentheses, and on ``async def``.
 
-    :raises TypeError: if what is decorated is no function.
+    :raises TypeError: if what is decorated is not a function.
     """
     return _decorate(fn, _Choice("on_main", False, 0, name), default=default, share=share)
 

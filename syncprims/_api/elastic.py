@@ -48,7 +48,7 @@ def hand_over(tree: T, change: Change) -> T:
     world = current()
     if change.epoch != world.epoch:
         raise ValueError(
-            f"change is of epoch {change.epoch}, and the world is in epoch {world.epoch}: give the "
+            f"change is of epoch {change.epoch}, and the world is in epoch {world.epoch}: pass the "
             f"result of the last reform()"
         )
     most, own = max(change.rounds), change.rounds[world.rank]
@@ -66,8 +66,8 @@ def _state_of(tree: Any) -> Any:
     """Return what travels: states in place of the objects that have one."""
     if type(tree).__name__ == "DTensor":
         raise TypeError(
-            "hand_over() takes state that every rank has whole, and this tensor is distributed "
-            "over the ranks: what was lost with a rank is in a checkpoint only, so load that"
+            "hand_over() takes state of which each rank has a full copy, and this tensor is "
+            "distributed over the ranks: the part of a lost rank is in a checkpoint only: load it"
         )
     if hasattr(tree, "load_state_dict"):
         return _state_of(tree.state_dict())

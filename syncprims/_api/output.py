@@ -36,9 +36,9 @@ def progress(iterable: Any = None, *, local: bool = False, **options: Any) -> tq
 
     It is tqdm's own object; on the other ranks one that shows nothing. All of its methods
     (`set_postfix`, `update`, `write`, ...) and options work. Without an iterable there is
-    ``progress(total=100)`` and `update`. Where the output is no terminal, the bar is a line at most
-    every 5 seconds, unless `mininterval` says otherwise. Waits for no rank, and does not start the
-    world.
+    ``progress(total=100)`` and `update`. If the output is not a terminal, the bar is a line at
+    most every 5 seconds, unless `mininterval` says otherwise. The call waits for no rank, and does
+    not start the world.
     """
     from tqdm.auto import tqdm as bar  # slow to import
 

@@ -55,7 +55,7 @@ class Trigger:
 
         Safe in a signal handler. The first reason given before a check is the one that counts.
 
-        :raises TypeError: if the reason is no text.
+        :raises TypeError: if the reason is not a text.
         """
         if reason is not None:
             require(reason, str, "a reason is a str")
@@ -137,7 +137,7 @@ class Trigger:
         self._set.clear()
 
     def __bool__(self) -> bool:
-        raise TypeError("a Trigger is no bool: call its check(), on every rank")
+        raise TypeError("a Trigger has no truth value: call check() on every rank")
 
     def set_on_signal(self, signum: int | None = None) -> None:
         """Make `signum` (by default SIGTERM) set the flag instead of ending this process.
@@ -161,7 +161,7 @@ class Trigger:
         if signum not in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             raise ValueError(
                 f"signum={signum}: no program can catch such a signal; "
-                f"take another, as signal.SIGUSR1"
+                f"use another one, such as signal.SIGUSR1"
             )
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
@@ -207,7 +207,7 @@ def set_trigger(reason: str | None = None) -> None:
 
     Waits for no rank, and does not start the world. Otherwise as :meth:`Trigger.set`.
 
-    :raises TypeError: if the reason is no text.
+    :raises TypeError: if the reason is not a text.
     :raises WorldClosed: after :func:`shutdown`.
     """
     _get_default().set(reason)

@@ -1,4 +1,4 @@
-"""Numpy arrays and tensors: what they are, where they are, and their bytes.
+"""Numpy arrays and tensors: their kinds, their devices, and their bytes.
 
 Whether a value is one is asked without importing numpy or torch. A tensor on an accelerator never
 arrives on its sender's device, since eight ranks would fill the first GPU, but on the receiver's
@@ -86,7 +86,7 @@ def own_device(kind: str, local_rank: int) -> Any:
 
 
 class Spec(NamedTuple):
-    """What an array is, except for its contents."""
+    """The description of an array without its contents."""
 
     library: str  #: ``"numpy"`` or ``"torch"``
     dtype: str  #: as numpy's `dtype.str`, or torch's name
@@ -108,9 +108,9 @@ class Spec(NamedTuple):
         """
         library, dtype, shape, requires_grad, device = data.decode().split(";")
         if library not in ("numpy", "torch"):
-            raise ValueError(f"{library!r} makes no arrays that are sent")
+            raise ValueError(f"{library!r} makes no arrays that can be sent")
         if library == "numpy" and (dtype[:1] not in "<>|" or dtype[1:2] not in "biufcmMSUV"):
-            raise ValueError(f"{dtype!r} is no dtype of an array that was sent")
+            raise ValueError(f"{dtype!r} is not a dtype of an array that can be sent")
         sizes = tuple(int(part) for part in shape.split(",") if part)
         return cls(library, dtype, sizes, requires_grad == "1", device)
 
@@ -149,7 +149,7 @@ def library_of(obj: Any) -> str | None:
     An instance of a subclass is not plain; but a memory map is, since other ranks get its items
     and not its file.
     """
-    numpy = sys.modules.get("numpy")  # if it is not loaded, `obj` is no array
+    numpy = sys.modules.get("numpy")  # if it is not loaded, `obj` is not an array
     if numpy is not None and type(obj) in (numpy.ndarray, numpy.memmap):
         return "numpy"
     torch = sys.modules.get("torch")
@@ -238,9 +238,7 @@ def _memory(tensor: Any, dtype: Any) -> Any:
     if not begin:
         kind = type(tensor).__name__
         if kind not in ("Tensor", "Parameter"):
-            raise TypeError(
-                f"a {kind} has no memory of its own: pass the tensor that it stands for"
-            )
+            raise TypeError(f"a {kind} has no memory: pass the tensor that it represents")
         raise ValueError(f"the memory of a tensor of {count} items has been freed")
     memory = _memory_from().from_address(begin)
     memory.tensor = tensor  # which the array keeps alive

@@ -37,7 +37,7 @@ def encode(
     """Return `obj` as bytes.
 
     With `out_of_band`, large arrays are appended to that list, and only their specs are encoded. A
-    :class:`Spec` in `obj` stands for such an array, too.
+    :class:`Spec` in `obj` represents such an array, too.
 
     :raises EncodingError: if a part needs pickle, and pickle is forbidden or cannot do it.
     """
@@ -97,7 +97,7 @@ def decode(
     except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
         raise EncodingError(f"these {len(data)} bytes are not an encoded object: {error}") from None
     except RecursionError:
-        raise EncodingError("the encoded object is nested deeper than any that is sent") from None
+        raise EncodingError("the encoded object is nested deeper than a rank would send") from None
     if end != len(data):
         raise EncodingError(f"{len(data) - end} bytes follow the encoded object")
     return obj

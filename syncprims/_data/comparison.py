@@ -103,7 +103,7 @@ class _Walk:
     """Digests one value."""
 
     def __init__(self) -> None:
-        self._open: set[int] = set()  # what is being digested
+        self._open: set[int] = set()  # the identities of containers whose digest is computed now
         # Containers seen before, with their digests: one may be in many places. They are kept,
         # so that no other object gets their id.
         self._known: dict[int, tuple[Any, bytes]] = {}

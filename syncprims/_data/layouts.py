@@ -1,4 +1,4 @@
-"""How a value lies in a slot of shared memory: prepared once for all values of one shape.
+"""Layouts of values in slots of shared memory, prepared once for all values of one shape.
 
 A training loop makes the same calls again and again with new numbers. What stays the same is made
 once: the description of the value, which travels as a part of the note's label, and the views of
@@ -42,7 +42,7 @@ _CONTAINERS = frozenset((dict, list, tuple))
 
 
 def key_of(value: object) -> Hashable:
-    """Return what is the same for all values of one layout; None for most that have none."""
+    """Return the facts that all values of one layout share; None for most values without one."""
     kind = type(value)
     of_kind = _KEYS.get(kind)
     if of_kind is not None:
@@ -113,7 +113,7 @@ def make_layout(value: Any, members: int, most: int) -> Layout | None:
 
 
 def _outline_of(value: Any) -> Any:
-    """Return what is the same for all values of one layout: 0 for a number, an array's spec."""
+    """Return the fact that all values of one layout share: 0 for a number, an array's spec."""
     kind: Any = type(cast("object", value))
     if kind in _CODES:
         return kind()
@@ -151,7 +151,7 @@ class _Container:
 class Layout(ABC):
     """The slots of all members, for values of one shape."""
 
-    data: bytes  #: what the value is: a part of the label of a note
+    data: bytes  #: the description of the value: a part of the label of a note
     stride: int  #: bytes from one slot to the next
     #: Returns what :meth:`write` writes; None if this value does not fit.
     pack: Callable[[Any], Any]

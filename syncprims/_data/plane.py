@@ -1,4 +1,4 @@
-"""The data plane of one board: where values pass through, and what is prepared for them.
+"""The data plane of one board: the memory and transports for values, and prepared calls.
 
 A value with a :mod:`layout <syncprims._data.layouts>` takes one round if its slots fit into memory
 that the members share: each rank writes its slot, posts a note that says what is in it, and reads
@@ -28,7 +28,7 @@ _MOST_KNOWN = 4096  # layouts, and prepared calls
 
 
 class DataPlane:
-    """What one rank has prepared for the values that pass through a board."""
+    """The prepared memory and transports of one rank at one board."""
 
     def __init__(self, rounds: Rounds) -> None:
         self.rounds = rounds

@@ -1,4 +1,4 @@
-"""How arrays travel between the members of a board: in shared memory, or through an engine."""
+"""Transports of arrays between the members of a board: shared memory, or an engine."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _NO_RESULT = (TypeError, ValueError, LookupError, OverflowError, ArithmeticError
 
 
 class _PreparedCall:
-    """What is the same in all calls of one site with values of one layout."""
+    """A prepared call: the facts that all calls of one site with values of one layout share."""
 
     only_source_writes = False
 
@@ -501,7 +501,7 @@ def all_reduce(
 ) -> Any:
     """Return the reduction over all members, an array in `out` where that fits."""
     try:
-        grad = getattr(value, "requires_grad", None)  # None: `value` is no tensor
+        grad = getattr(value, "requires_grad", None)  # None: `value` is not a tensor
         if grad is not None and (grad or library_of(value) is None):
             value = reduction.detached(value)  # so a parameter is a plain tensor, frozen or not
         elif grad is None and hasattr(value, "dtype") and not is_array(value):

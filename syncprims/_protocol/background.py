@@ -1,4 +1,4 @@
-"""What a rank goes on with whenever it waits: transfers that still need its notes.
+"""Transfers that still need notes of a rank, and that it continues in each of its waits.
 
 A send whose data does not fit at once needs this rank again, and so does a receive of such data.
 The other rank may wait for that while this one waits in another call: a collective, another
@@ -37,7 +37,7 @@ class Background:
         self.lock = threading.RLock()
 
     def keep(self, task: Task, *, unfinished: bool) -> None:
-        """Go on with `task` in later waits, or no more."""
+        """Continue `task` in later waits, or stop it."""
         if unfinished:
             self.tasks[task] = None
         else:

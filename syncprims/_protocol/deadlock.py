@@ -31,7 +31,7 @@ _LONGEST_VERDICT = 2500
 
 
 class Wait(NamedTuple):
-    """Where one thread of a rank waits."""
+    """The wait of one thread of a rank."""
 
     call: str  #: that it waits in, as messages show it
     group: str  #: whose round it waits for, as messages show it

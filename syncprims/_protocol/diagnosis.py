@@ -100,7 +100,7 @@ class Snapshot:
 
     @property
     def warning(self) -> str:
-        """What a long wait is for, in one line."""
+        """The reason of a long wait, in one line."""
         if not self.missing:
             return (
                 f"still at {self.call} after {self._waited:.0f} s: all ranks {list(self._seen)} "

@@ -101,7 +101,7 @@ class Rounds:
         deadlocks.add(board, lambda: self.promised)
 
     def close(self, why: Callable[[], SyncError]) -> None:
-        """Make every later call raise ``why()``, and release what was prepared."""
+        """Make every later call raise ``why()``, and release prepared calls."""
         self.closed = why
         self.data = None
 
@@ -224,7 +224,7 @@ class Rounds:
         """
         if self.closed is not None:
             return  # the others have a verdict already
-        # If the group is broken, or the disk full, what is about to be raised says enough.
+        # If the group is broken, or the disk full, the coming error says enough.
         with contextlib.suppress(Exception):
             note = self.failure_note(label, error)
             self.atomic_call(label, lambda: self.post(note, None))

@@ -24,7 +24,7 @@ def require(value: object, kind: type | tuple[type, ...], what: str) -> None:
 def whole_number(value: Any, what: str) -> int:
     """Return a whole number of any kind, numpy's too, as an int.
 
-    :raises TypeError: if it is none, beginning with `what`.
+    :raises TypeError: if `value` is not a whole number; the message begins with `what`.
     """
     try:
         return int(operator.index(value))
@@ -52,7 +52,7 @@ def seconds(timeout: Any) -> float | None:
 def plain_name(name: object) -> str:
     """Return a user's `name` as a plain str: a subclass, as an enum, may format it differently.
 
-    :raises TypeError: if it is no str.
+    :raises TypeError: if it is not a str.
     """
     if not isinstance(name, str):
         raise TypeError(f"name={name!r}: a name is a str")

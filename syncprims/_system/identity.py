@@ -1,4 +1,4 @@
-"""What the system knows about another process of this host: which one it is, and how it ended."""
+"""The identity of another process of this host, and how it ended, as the system reports it."""
 
 from __future__ import annotations
 

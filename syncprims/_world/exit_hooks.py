@@ -1,4 +1,4 @@
-"""How a process ends, so that the others are notified without any ``try`` in the user's program.
+"""Hooks at the end of a process, which notify the other ranks without a ``try`` in the program.
 
 An uncaught exception passes the excepthook, a normal end atexit, and a fork the at-fork hook.
 Children of multiprocessing are special: they catch what they raise, and skip both. Up to Python

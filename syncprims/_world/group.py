@@ -34,7 +34,7 @@ entered: ContextVar[tuple[Group, ...]] = ContextVar("syncprims_groups", default=
 
 
 class CallOptions(TypedDict, total=False):
-    """What every call takes that carries a value."""
+    """The arguments of every call that carries a value."""
 
     name: str | None
     timeout: Seconds
@@ -62,7 +62,7 @@ class Group:
         return f"<syncprims.Group of ranks {list(self.ranks)}>"
 
     def __enter__(self) -> Group:
-        self._rounds  # noqa: B018 - raises for a rank that is no member
+        self._rounds  # noqa: B018 - raises for a rank that is not a member
         entered.set((*entered.get(), self))
         return self
 
@@ -205,7 +205,7 @@ def innermost_group() -> Group | None:
 def rounds_of(group: Group) -> Rounds:
     """Return the rounds of a group that this rank is a member of.
 
-    :raises ValueError: if it is none.
+    :raises ValueError: if this rank is not a member.
     """
     return group._rounds
 

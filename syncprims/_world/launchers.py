@@ -329,7 +329,7 @@ def find_half_world(environ: Mapping[str, str], topology: Topology) -> str:
 def read_number(environ: Mapping[str, str], name: str) -> int:
     """Return the whole number that a variable holds.
 
-    :raises ConfigurationError: if it is none.
+    :raises ConfigurationError: if the variable is not a whole number.
     """
     try:
         return int(environ[name])
@@ -340,7 +340,7 @@ def read_number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _find_launchers(environ: Mapping[str, str]) -> list[Launcher]:
-    """Return the launchers that are present; an interactive shell of SLURM is no step of it."""
+    """Return the launchers that are present; an interactive shell of SLURM is not a step of it."""
     shell = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
     # `srun -n 4 bash -c ...` has such a name, too, but then its step says that there are several.
     shell = shell and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
@@ -448,7 +448,7 @@ def _read_tasks_on_node(environ: Mapping[str, str], node_rank: int | None) -> in
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
             raise ConfigurationError(
-                f"{_SLURM.local_world_size}={value!r} is no list of task counts as in '2(x3),1'"
+                f"{_SLURM.local_world_size}={value!r} is not a list of task counts as in '2(x3),1'"
             )
         counts += [int(match[1])] * int(match[2] or 1)
     if node_rank is None:

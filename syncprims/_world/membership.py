@@ -59,7 +59,7 @@ def _decode(word: str) -> Epoch | SyncError:
 
 
 class _Terms(NamedTuple):
-    """What one rank asks for in one call."""
+    """The request of one rank in one call."""
 
     call: str  #: as messages show it
     min_ranks: int
@@ -197,8 +197,8 @@ class _Vote:
         if slots.own not in decision.slots:  # only between hosts: one cut off has come back
             raise Evicted(
                 f"{self._call} came too late: the other ranks have made a new world without this "
-                f"host, whose heartbeat they missed. End this process; to go on with its state "
-                f"would be a second run",
+                f"host, whose heartbeat they missed. End this process: if it continued, there "
+                f"would be two runs",
                 rank=self._world.rank,
                 call=self._call,
             )

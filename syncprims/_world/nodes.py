@@ -12,7 +12,7 @@ from syncprims.interface import Topology
 
 
 class SaidPlace(NamedTuple):
-    """What one rank says about its host."""
+    """The facts that one rank reports about its host."""
 
     host: str  #: the same for all ranks of a host, and for no other rank
     local_rank: int  #: its launcher's, or unknown

@@ -71,7 +71,7 @@ def _no_group() -> None:
 
 
 class _State:
-    """What a rank has: no world yet, a world, or the reason why it has none any more."""
+    """The state of a rank: no world yet, a world, or the reason why its world has ended."""
 
     def __init__(self, environ: Mapping[str, str], make: MakeBackend) -> None:
         self.environ = environ
@@ -138,7 +138,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
             if state.ended is _forked:
                 raise _forked()
             call = describe_call()
-            # In a test, the library calls `init`, in a call that is no part of the world.
+            # In a test, the library calls `init`, in a call that is not a part of the world.
             own = call if call.startswith("init ") else ""
             settings = _make_settings(state.environ, limit, first_call=own)
             return _start(state, backend, settings)
@@ -238,7 +238,7 @@ def get_topology() -> Topology:
     What a launcher does not say about hosts is unknown until the world has met.
 
     :raises ConfigurationError: if a group of ``torch.distributed`` contradicts the world; and in a
-        thread that is no rank, while other threads are (in a test).
+        thread that is not a rank, while other threads are (in a test).
     """
     world = _state.world
     if world is not None:
@@ -273,8 +273,8 @@ def _find_one_host(topology: Topology) -> Topology | None:
 def _check_is_rank(state: _State) -> None:
     if state is _state and state.thread_worlds:
         raise ConfigurationError(
-            "ranks of this process are threads, in a test, and this thread is none of them; call "
-            "from a rank's own thread, or pass on its context: contextvars.copy_context().run(...)"
+            "in this test, ranks are threads, and this thread belongs to no rank; make the call in "
+            "a thread of a rank, or in its context: contextvars.copy_context().run(...)"
         )
 
 
@@ -542,7 +542,7 @@ def _make_settings(
     if settings.timeout not in (None, timeout):
         raise ConfigurationError(
             f"init(timeout={timeout:g}) contradicts SYNCPRIMS_TIMEOUT={settings.timeout:g}; "
-            f"drop one of them"
+            f"remove one of them"
         )
     return settings._replace(timeout=timeout)
 
@@ -660,7 +660,7 @@ def _record_early_end(process: int) -> None:
     environ, in_vain = _state.environ, _state.in_vain
     ended = _state.topology is not None or _state.ended is not None
     never_started = _state.running is None and (bool(in_vain) or not ended)
-    # Our launcher sees the end itself, and a forked child is no rank.
+    # Our launcher sees the end itself, and a forked child is not a rank.
     if not never_started or "SYNCPRIMS_ERROR_FILE" in environ or os.getpid() != process:
         return
     if not find_world_sizes(environ) or is_started_by_rank(environ):

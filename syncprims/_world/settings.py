@@ -1,4 +1,4 @@
-"""What the user may tune: environment variables become :class:`Settings`."""
+"""Settings of the user: environment variables become :class:`Settings`."""
 
 from __future__ import annotations
 

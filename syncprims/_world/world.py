@@ -49,7 +49,7 @@ JOINER = -1  #: in place of the number of rounds that a process has completed
 
 
 class Change(NamedTuple):
-    """What one :func:`reform` has changed; the same on all ranks but for `rank_before`."""
+    """The result of one :func:`reform`; equal on all ranks, except for `rank_before`."""
 
     epoch: int  #: its number; the world began with epoch 0
     members: tuple[int | None, ...]  #: by new rank: the rank before, or None for one that joined

@@ -80,7 +80,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     :meth:`init_trackers`). Accelerate's own configuration objects are accepted, too.
 
     :raises ConfigurationError: if the device cannot compute in this precision.
-    :raises TypeError: for what has no equivalent, saying what to do instead.
+    :raises TypeError: for an argument without an equivalent, with an alternative.
     :raises ValueError: if an argument and a configuration object contradict each other.
     """
 
@@ -301,7 +301,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
 
     @property
     def dataloader_config(self) -> Any:
-        """How loaders are prepared. It can be set, for those that are prepared from then on."""
+        """The options for loaders. If you set it, later preparations use the new options."""
         return self._data
 
     @dataloader_config.setter

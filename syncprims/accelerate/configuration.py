@@ -1,4 +1,4 @@
-"""Configuration objects and enumerations, and what is said about those that are not offered.
+"""Configuration objects and enumerations, and the errors for those that are not offered.
 
 Accelerate's own objects are taken, too: they have the same fields and methods.
 """
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from .state import DistributedType as DistributedType
 
 _DEVICE_MAP = "load_checkpoint_in_model(model, checkpoint, device_map=...)"
-#: What to do instead, by parts of the names of what is not offered, without ``_``, in lower case.
+#: Alternatives, by parts of the names that are not offered, without ``_``, in lower case.
 _INSTEAD = {
     "deepspeed": "wrap the model by DeepSpeed itself before prepare(), or use torch's fully_shard",
     "fsdp fullysharded": "apply torch's fully_shard() to the model before prepare()",
@@ -90,7 +90,7 @@ class _NotOffered(type):
 
 
 def not_offered(module: str, name: str, prepared: type | tuple[()] = ()) -> type:
-    """Return what stands for a name of Accelerate's that is not here: its use is an error.
+    """Return a stand-in for a name of Accelerate's that is not offered; using it raises an error.
 
     Programs import such names at their top, and use them only where the user asks for it. Objects
     of `prepared` count as its instances.
@@ -103,7 +103,7 @@ def not_offered(module: str, name: str, prepared: type | tuple[()] = ()) -> type
 
 
 def check_fixed(fixed: Any, value: Any, call: str, instead: str) -> None:
-    """Check that `value` is None, or the one value that there is here.
+    """Check that `value` is None, or the only value that is supported.
 
     :raises TypeError: otherwise, saying what to do instead.
     """
@@ -169,7 +169,7 @@ def named_handlers(handlers: Any) -> dict[str, Any]:
     for handler in handlers or ():
         kind = type(handler).__name__
         if kind not in _HANDLERS:
-            raise TypeError(f"kwargs_handlers: {kind} is not offered; instead: there is none")
+            raise TypeError(f"kwargs_handlers: {kind} is not offered")
         if named[_HANDLERS[kind]] is not None:
             raise ValueError(f"kwargs_handlers: there are two of {kind}; pass one")
         named[_HANDLERS[kind]] = handler
@@ -178,7 +178,7 @@ def named_handlers(handlers: Any) -> dict[str, Any]:
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are prepared."""
+    """Options for the preparation of loaders."""
 
     split_batches: bool = False
     dispatch_batches: bool | None = None
@@ -191,7 +191,7 @@ class DataLoaderConfiguration:
 
 @dataclass
 class GradientAccumulationPlugin:
-    """How gradients add up."""
+    """Options for the accumulation of gradients."""
 
     num_steps: int | None = None
     adjust_scheduler: bool = True
@@ -201,7 +201,7 @@ class GradientAccumulationPlugin:
 
 @dataclass
 class ProjectConfiguration:
-    """Where a job saves and logs. `iteration` is the least number of the next checkpoint."""
+    """The directories of a job. `iteration` is the least number of the next checkpoint."""
 
     project_dir: Any = None
     logging_dir: Any = None
@@ -221,7 +221,7 @@ class ProjectConfiguration:
 
 
 class TorchDynamoPlugin(KwargsHandler):
-    """How models are compiled: not at all, the only backend that an Accelerator takes is none."""
+    """Options of a compiler. An Accelerator compiles no model, so it accepts none of them."""
 
     def __init__(self, backend: Any = None, **options: Any) -> None:
         super().__init__(backend=backend, **options)

@@ -42,7 +42,7 @@ def prepare_data_loader(
 
 
 def loader_options(config: Any) -> dict[str, Any]:
-    """Return the options of the part's function that a configuration of loaders stands for."""
+    """Return the options of the part's function that a configuration of loaders represents."""
     names = ("split_batches", "dispatch_batches", "even_batches", "non_blocking")
     order = "seedable" if config.use_seedable_sampler else "torch"
     return {

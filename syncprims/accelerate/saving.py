@@ -43,9 +43,9 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load weights. See :func:`syncprims.training.load_checkpoint_in_model`.
 
-    Other arguments of Accelerate's function are accepted if they ask for what is always so here.
+    Other arguments of Accelerate's function are accepted if they ask for the behaviour of this one.
 
-    :raises TypeError: for what is not offered, such as offloading, saying what to do instead.
+    :raises TypeError: for a feature that is not offered, such as offloading, with an alternative.
     """
     check_unsupported("load_checkpoint_in_model", {"offload_folder": offload_folder, **others})
     checkpoints.load_checkpoint_in_model(
@@ -138,7 +138,7 @@ class Checkpointing:
         fresh = {f"registered_{first + i}": obj for i, obj in enumerate(objects)} | named
         check_objects(fresh, {})
         if taken := fresh.keys() & self._stateful(self._models_inside()).keys():
-            raise ValueError(f"names that are taken: {sorted(taken)}; give the objects others")
+            raise ValueError(f"objects are already registered as {sorted(taken)}; use other names")
         self._registered.update(fresh)
 
     def _models_inside(self) -> list[nn.Module]:

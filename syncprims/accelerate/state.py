@@ -214,7 +214,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """How many items of all ranks' latest batches are no padding.
+        """The number of items in all ranks' latest batches that are not padding.
 
         0 if there is no padding, -1 outside of prepared loaders.
         """
@@ -223,7 +223,7 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """How gradients add up, as transformers asks."""
+        """The options of accumulation, which transformers reads."""
         job = self._job
         names = ("sync_with_dataloader", "sync_each_batch")
         return {"num_steps": job.steps} | {name: getattr(job, name) for name in names}

@@ -161,7 +161,7 @@ def _wrong(tracker: Any) -> str:
 
 
 class _Silent:
-    """What stands for a tracker that this rank does not have: every call does nothing."""
+    """A tracker of a rank that has none: every call does nothing."""
 
     def __getattr__(self, _: str) -> _Silent:
         return self
@@ -216,7 +216,7 @@ class Tracking:
         """Make and start the trackers on rank 0, with `config`; none of them runs elsewhere.
 
         Those named in `log_with` are made, of `project_name`, with their options in `init_kwargs`,
-        a dict by name. Known are ``tensorboard`` and ``wandb``; ``all`` stands for those that
+        a dict by name. Known are ``tensorboard`` and ``wandb``; ``all`` represents those that
         are installed. Of given objects ``start()`` and
         ``store_init_configuration(config)`` are called if they have them.
 

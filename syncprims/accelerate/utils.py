@@ -143,7 +143,7 @@ def __getattr__(name: str) -> Any:
 def compare_versions(library_or_version: Any, operation: str, requirement: str) -> bool:
     """Return whether a version, or that of an installed library, is ``>=`` or the like another.
 
-    :raises KeyError: if `operation` is no comparison.
+    :raises KeyError: if `operation` is not a comparison.
     """
     known = {">": "gt", ">=": "ge", "==": "eq", "!=": "ne", "<=": "le", "<": "lt"}
     found = str(library_or_version)
@@ -254,7 +254,7 @@ def save(
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Return what is in a file of torch. No code in it is run."""
+    """Return the contents of a file of torch. No code in it is run."""
     kwargs["weights_only"] = True
     return torch.load(f, map_location=map_location, **kwargs)
 
@@ -304,7 +304,9 @@ def synchronize_rng_states(
             module: Any = torch if kind == "torch" else torch.cuda
             module.set_rng_state(syncprims.broadcast(module.get_rng_state()))
         else:
-            raise ValueError(f"{given!r}: known are 'torch', 'cuda', and 'generator' with one")
+            raise ValueError(
+                f"{given!r}: it takes 'torch', 'cuda', or 'generator' with a generator"
+            )
 
 
 # -- ranks on this machine, and models without memory ---------------------------------------------

@@ -94,7 +94,7 @@ class Transfer(Work):
         return future
 
     def result(self) -> list[torch.Tensor]:
-        """Return what was received; nothing for a send."""
+        """Return the received tensors; an empty list for a send."""
         return [] if self._src is None else [self._tensor]
 
     def source_rank(self) -> int:
@@ -291,13 +291,15 @@ class PointToPoint:
     ) -> Transfer:
         """Send from the group rank `src` to `dst`, of which one is this rank.
 
-        :raises ValueError: if there is none of that number, or they are one.
+        :raises ValueError: if a rank is not in the group, or both are the same rank.
         """
         if self._closed is not None:
             raise self._closed()
         for what, rank in (("src", src), ("dst", dst)):
             if not 0 <= rank < len(self._ranks):
-                raise ValueError(f"{what}={rank} is no rank of a group of {len(self._ranks)} ranks")
+                raise ValueError(
+                    f"{what}={rank} is not a rank of a group of {len(self._ranks)} ranks"
+                )
         if src == dst:
             raise ValueError(f"rank {src} of the group sends to itself: copy the tensor instead")
         channel = self._channels.get((src, dst, tag))

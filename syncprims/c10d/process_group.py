@@ -77,7 +77,7 @@ def _count(world: Any, key: tuple[tuple[int, ...], str]) -> int:
 
 
 class _Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call other than its tensors."""
 
     op: str  #: the name of a reduction
     root: Any  #: a group rank
@@ -185,7 +185,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self.group_name
 
     def getGroupDesc(self) -> str:
-        """Return what the program has called the group."""
+        """Return the name that the program has given the group."""
         return self.group_desc
 
     def _set_group_name(self, name: str) -> None:
@@ -286,7 +286,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         src = self._ranks[root] if root is not None and known else None
         note = self._rounds.note(kind, what, src, op)
         if not known:
-            self._refuse(note, f"root {root} is no rank of a group of {len(self._ranks)} ranks")
+            self._refuse(note, f"root {root} is not a rank of a group of {len(self._ranks)} ranks")
         return note
 
     def _refuse(self, note: Note, why: str) -> NoReturn:
@@ -338,7 +338,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return "floor_mean" if op == "mean" and whole else op
 
     def _by_index(self, of_ranks: Sequence[Any]) -> Sequence[Any]:
-        """Return what is in the order of group ranks in the order of the board."""
+        """Return items in the order of the board, from the order of group ranks."""
         if self._in_order:
             return of_ranks
         found: list[Any] = [None] * len(of_ranks)

@@ -1,4 +1,4 @@
-"""What this package uses of torch that has no public name: all of it, and nothing elsewhere.
+"""All names of torch that this package uses and that are not public.
 
 Each name has its reason and the versions it was tried with. A torch that lacks one raises
 `BackendUnavailable` when a process group is made, and nothing else of this library is affected.
@@ -166,7 +166,7 @@ def reduction_of(given: Any) -> str:
 
     A `ReduceOp` of an options object is a wrapper around the enumeration, with the `op` in it.
 
-    :raises ValueError: if it is none that c10d has for all backends.
+    :raises ValueError: if `given` is not a reduction of all backends of c10d.
     """
     name = _reductions().get(getattr(given, "op", given))
     if name is None:

@@ -1,4 +1,4 @@
-"""How a test world can fail; what exceptions of ranks say, and how they reach another process."""
+"""The errors of test worlds, and how exceptions of ranks reach another process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FaultMissed(SyncError, RuntimeError):
 
 
 class UncontrolledError(SyncError, RuntimeError):
-    """The same seed gave two different runs: the test depends on something else than the seed."""
+    """The same seed gave two different runs: the test depends on something other than the seed."""
 
 
 class Killed(BaseException):

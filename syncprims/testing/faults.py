@@ -17,7 +17,7 @@ from .orders import Mode
 
 
 class FaultTarget(NamedTuple):
-    """How faults strike a rank. By default it is a process, which is this one."""
+    """The way in which faults happen to a rank; here the rank is this process."""
 
     kill: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)
     stop: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGSTOP)

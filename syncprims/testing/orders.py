@@ -38,7 +38,7 @@ def _pairs(one: Footprint, other: Footprint, kinds: set[tuple[str, str]]) -> boo
 
 @dataclass
 class Step:
-    """What one rank does while it has the turn."""
+    """The steps of one rank while it has the turn."""
 
     rank: int
     able: Sequence[int]  #: the ranks that could have had the turn

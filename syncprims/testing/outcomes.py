@@ -1,4 +1,4 @@
-"""How the ranks of a world ended, and what a test gets from that: results, or one exception.
+"""The outcomes of the ranks of a world, from which a test gets results or one exception.
 
 When one rank raises, the others raise errors that report it. So the ranks' exceptions are sorted by
 type, not by time: a *consequence* reports another rank, and everything else is a *cause*. Causes
@@ -77,7 +77,7 @@ class RecordedCall(NamedTuple):
 
 @dataclass
 class RankOutcome:
-    """What one rank has done so far, and in the end, how it ended."""
+    """The calls that one rank has made so far, and its end."""
 
     rank: int
     end: End = "left"
@@ -95,7 +95,7 @@ class RankOutcome:
     struck: list[Fault] = field(default_factory=list[Fault])
 
     def take(self, event: Literal["call", "fault", "wait"], fact: Any) -> None:
-        """Record what the rank does: it comes to a call, a fault strikes it, or it waits."""
+        """Record a step of the rank: a call, a fault, or a wait."""
         match event:
             case "call":
                 self.calls.append(fact)
@@ -108,13 +108,13 @@ class RankOutcome:
 
     @property
     def failed_in_call(self) -> bool:
-        """Whether it has raised an error of this library, or a group of those."""
+        """Whether the rank has raised an error of this library, or a group of such errors."""
         errors = leaves(self.error)
         return bool(errors) and all(isinstance(leaf, SyncError) for leaf in errors)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it was in a call to the end; not if it has raised another error after it."""
+        """Whether the rank ended in a call, and raised no other error after it."""
         return self.waits is not None and (self.end == "left" or self.failed_in_call)
 
     def run_program(
@@ -174,7 +174,7 @@ class RankOutcome:
 
 @dataclass
 class WorldRun:
-    """How a whole world ended."""
+    """The outcome of a whole world."""
 
     outcomes: list[RankOutcome]
     faults: Sequence[Fault]  #: that were to happen
@@ -237,7 +237,7 @@ def trim_stack(stack: Sequence[str]) -> list[str]:
 
 
 def results_of(run: WorldRun, replay: str) -> list[Any]:
-    """Return the result of each rank, or raise why there is none; `replay` is noted on errors.
+    """Return the result of each rank, or raise the error of the world; `replay` is noted on errors.
 
     The errors are removed from the run. The frames of an error refer to the run, and such a cycle
     would keep all variables until the garbage collector runs.
@@ -252,7 +252,7 @@ def results_of(run: WorldRun, replay: str) -> list[Any]:
 
 
 def _raise_failures(run: WorldRun, replay: str) -> None:
-    """Raise what the world has failed with, if it has."""
+    """Raise the error of the world, if it has failed."""
     __tracebackhide__ = True
     failed = [outcome for outcome in run.outcomes if outcome.error is not None]
     causes = [outcome for outcome in failed if not outcome.consequence]
@@ -345,7 +345,7 @@ def check_faults_struck(run: WorldRun, missed: Sequence[Fault]) -> None:
         texts = list(dict.fromkeys(_call(call, run) for call in calls))  # each call once
         shown = ", ".join(texts[:_SHOWN]) + (", ..." if len(texts) > _SHOWN else "")
         raise FaultMissed(
-            f"{fault} never struck, and tests nothing: rank {fault.rank} "
+            f"{fault} never happened, so it tested nothing: rank {fault.rank} "
             f"{f'came to {count}: {shown}' if calls else 'made no call'}. Set at= to the number "
             f"of a round, or to the name or kind of a call",
             rank=fault.rank,

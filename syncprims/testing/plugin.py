@@ -130,11 +130,11 @@ def _worlds(mark: pytest.Mark) -> dict[str, dict[str, Any]]:
         if name not in _OPTIONS:
             raise TypeError(f"there is no argument {name}=; it takes {', '.join(_OPTIONS)}")
     if len(mark.args) > 1:
-        raise TypeError("only ranks can be given without its name")
+        raise TypeError("only ranks can be given without a keyword")
     ranks, kinds = _several(options.pop("ranks", 4)), _several(options.pop("kind", "threads"))
     backends, tried = _several(options.pop("backend", None)), _several(options.pop("schedules", 1))
     if any(type(count) is not int or count < 1 for count in tried):
-        raise ValueError("schedules= is how many to try, at least 1")
+        raise ValueError("schedules= is the number of schedules to try, at least 1")
     found: dict[str, dict[str, Any]] = {}
     for kind, count in itertools.product(kinds, ranks):
         # Without the options of the other kind of world: they would make the same test again.

@@ -51,7 +51,7 @@ _TIME_FOR_STACKS = 0.5  # seconds
 
 
 class _Job(NamedTuple):
-    """What a worker has to know of its world."""
+    """The facts about a world that a worker needs."""
 
     spec: WorldSpec
     folder: Path  #: of this world
@@ -127,12 +127,12 @@ class _Worker:
         return self._exit_code is not None
 
     def read(self, what: str) -> str:
-        """Return what the file of this name contains; "" if it does not exist."""
+        """Return the contents of the file of this name; "" if it does not exist."""
         path = self._job.path(what, self.outcome.rank)
         return path.read_text(errors="backslashreplace") if path.exists() else ""
 
     def read_journal(self) -> bool:
-        """Take in what is new in the journal; return whether anything is."""
+        """Read new entries of the journal; return whether there were any."""
         begin = offset = self._journal.tell()
         with contextlib.suppress(EOFError, pickle.UnpicklingError):  # not written yet
             while True:

@@ -39,9 +39,9 @@ class RankThreads:
             pass  # the rank ends with that by itself
 
     def find_error(self, error: BaseException | None = None) -> BaseException | None:
-        """Return what the rank fails with, if its own thread raises `error`.
+        """Return the error of the rank, if its own thread raises `error`.
 
-        That is the first error of all its threads which is no consequence of another rank's.
+        That is the first error of all its threads which is not a consequence of another rank's.
         """
         errors = [*([] if error is None else [error]), *self._errors]
         causes = [one for one in errors if not is_consequence(one)]

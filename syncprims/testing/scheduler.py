@@ -107,7 +107,7 @@ class PCTSchedule(_SeededSchedule):
 
 
 class Seed(NamedTuple):
-    """What determines a schedule; as text, it fits on a command line."""
+    """The seed of a schedule, which is short enough for a command line."""
 
     number: int
     depth: int = 0  #: of PCT; 0 is a random schedule
@@ -122,7 +122,7 @@ class Seed(NamedTuple):
 
     @classmethod
     def read(cls, text: int | str) -> Seed:
-        """Return the seed that `text` stands for.
+        """Return the seed that `text` represents.
 
         :raises ValueError: if it is neither a number nor a seed that a report has printed.
         """
@@ -160,7 +160,7 @@ class RankThread(threading.Thread):
 
 
 class _Turn:
-    """What the scheduler knows of one thread, and the block in which this is inside a board."""
+    """The state of one thread, and the block in which the thread is inside a board."""
 
     def __init__(self, scheduler: Scheduler, rank: int, *, own: bool) -> None:
         self._scheduler = scheduler
@@ -315,7 +315,7 @@ class Scheduler:
             raise WorldAborted
         raise ConcurrentCall(
             f"a thread of rank {owner} ({threading.current_thread().name!r}) makes a call, and "
-            f"the rank's own thread goes on meanwhile. In this world ranks are threads, and "
+            f"the rank's own thread runs at the same time. In this world ranks are threads, and "
             f"use the globals of torch.distributed in turns. Wait for the thread at once: "
             f"join(), result(). Or run the world with kind='processes'",
             rank=owner,
@@ -353,7 +353,7 @@ class Scheduler:
             return
         # This thread must not wait here: others may wait for what it does next.
         helper = threading.Thread(target=self.pass_on, name=_HELPER, daemon=True)
-        contextvars.Context().run(helper.start)  # it is no rank's
+        contextvars.Context().run(helper.start)  # it is not a rank's
 
     def _give_up(self, turn: _Turn) -> bool:
         """Take the turn from this thread; return whether it had it and must pass it on."""
@@ -424,7 +424,7 @@ class Scheduler:
         """Start `thread`, a rank one of the late ones."""
         turn = self._turns[self._late.pop(0)]
         turn.done, turn.waits = False, True
-        contextvars.Context().run(thread.start)  # it is no thread of the rank that runs now
+        contextvars.Context().run(thread.start)  # it is not a thread of the rank that runs now
 
     def leave(self, rank: int) -> None:
         """End the turns of `rank`; called by its own thread."""

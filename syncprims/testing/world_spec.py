@@ -1,4 +1,4 @@
-"""What a world is asked to be: by the caller's arguments, and by the test that runs it.
+"""The specification of a world: the caller's arguments, and the settings of the test.
 
 The test also decides where ranks print: what they print is separated by rank.
 """
@@ -101,7 +101,7 @@ capture_ranks = Replacement(lambda: [(sys, name, _RankStream(name)) for name in 
 
 
 class TestContext(NamedTuple):
-    """What the test around a world decides; the pytest plugin sets it."""
+    """The settings of the test around a world; the pytest plugin makes them."""
 
     seed: str | None = None  #: from the command line
     test: str | None = None  #: its node id
@@ -136,7 +136,7 @@ def choose_seed(seed: int | str | None = None) -> Seed:
 class WorldSpec:
     """One world; the fields are the arguments of :func:`syncprims.testing.run_world`.
 
-    :raises TypeError: if `fn` is no function, or an async one, which would not run.
+    :raises TypeError: if `fn` is not a function, or an async one, which would not run.
     :raises ValueError: if there is no such world.
     :raises BackendUnavailable: if it asks for torch, which is not installed.
     """
@@ -157,9 +157,9 @@ class WorldSpec:
         fn, ranks, nodes = self.fn, self.ranks, self.nodes
         kind_of_ranks = type(ranks).__name__
         if kind_of_ranks != "int":
-            raise TypeError(f"ranks is how many there are, and {ranks!r} is a {kind_of_ranks}")
+            raise TypeError(f"ranks is the number of ranks, and {ranks!r} is a {kind_of_ranks}")
         if ranks < 1:
-            raise ValueError(f"ranks={ranks}: a world has at least one")
+            raise ValueError(f"ranks={ranks}: a world has at least one rank")
         if not callable(fn):
             raise TypeError(f"fn={fn!r}: it takes a function, which every rank calls")
         if _is_async(fn) or _is_async(getattr(fn, "__call__", None)):  # noqa: B004

@@ -58,7 +58,7 @@ def run_world(
     :raises StallError: when `timeout` has passed, or all wait for a rank that a fault has stopped.
     :raises ExceptionGroup: if ranks raised exceptions of several types that are no consequences.
     :raises FaultMissed: if a fault never struck, though nothing ended the world early.
-    :raises TypeError: if `fn` is no function, or an async one, which would not run.
+    :raises TypeError: if `fn` is not a function, or an async one, which would not run.
     :raises ValueError: if there is no such kind of world, or a fault's rank is not in it.
     :raises BackendUnavailable: with `torch`, if that is not installed.
     """
@@ -93,7 +93,7 @@ class Explored(NamedTuple):
     schedules: int  #: tried
     distinct: int  #: different orders in which ranks posted; of all orders, those that can differ
     steps: int  #: of the longest
-    certificate: str  #: what is known now, in a sentence
+    certificate: str  #: the proven fact, in a sentence
 
 
 def explore(
@@ -178,7 +178,7 @@ def explore(
         if next(runs, None) is not None:
             raise ValueError(
                 f"{tried:,} orders of {ranks} ranks pass, and there are more: try a smaller "
-                f"program, fewer ranks, or allow more: schedules="
+                f"program, fewer ranks, or a higher schedules="
             )
         certificate = f"all {tried:,} orders of {ranks} ranks pass; {len(paths):,} were different"
     return Explored(tried, len(paths), steps, certificate)
@@ -199,8 +199,8 @@ def _run_orders(spec: WorldSpec) -> Iterator[tuple[WorldRun, int]]:
         run = run_once(dataclasses.replace(spec, schedule=schedule))
         if schedule.diverged:
             raise UncontrolledError(
-                "a rank could not continue where it could in an equal run: something else than the "
-                "order of the ranks decides the calls, such as a clock, a random number, or a "
+                "a rank could not continue where it could in an equal run: something other than "
+                "the order of the ranks decides the calls, such as a clock, a random number, or a "
                 "thread of the program"
             )
         run.seed = Seed(0, order=schedule.order)
@@ -211,7 +211,7 @@ def _run_orders(spec: WorldSpec) -> Iterator[tuple[WorldRun, int]]:
 def _find_failure(
     run: WorldRun, replay: str, check: Callable[[list[Any]], object] | None
 ) -> Exception | None:
-    """Return what the world, or the check of its results, has raised."""
+    """Return the error of the world, or of the check of its results."""
     __tracebackhide__ = True
     try:
         results = results_of(run, replay)
@@ -245,11 +245,11 @@ def _compare(one: WorldRun, other: WorldRun) -> None:
 
 
 class Point(NamedTuple):
-    """What a fault did at one round."""
+    """The effect of a fault at one round."""
 
     fault: Fault
     results: list[Any] | None  #: by rank, if the world ended well; None from a killed rank
-    error: BaseException | None  #: else what it ended with
+    error: BaseException | None  #: the error that ended the world, if one did
 
 
 def every_point(
@@ -303,7 +303,7 @@ def every_point(
                     check(point)
                 points.append(point)
             if worlds == most and struck:
-                raise ValueError(f"{fault} still struck after {most} worlds; allow more: most=")
+                raise ValueError(f"{fault} still happened after {most} worlds; raise most=")
         if not struck:
             return points
     raise AssertionError  # never reached

@@ -227,7 +227,7 @@ class Accumulator:
         self._average([m for m in models if m not in [*waiting, *self._unsynced]])
 
     def _average(self, models: Sequence[nn.Module]) -> None:
-        """Average what a backward pass outside of windows left in `models`. Collective.
+        """Average gradients that a backward pass outside of windows left in `models`. Collective.
 
         Their buffers are main's afterwards, except where ranks without batches join.
         """
@@ -333,7 +333,7 @@ class AccumulationWindow:
         self, models: Sequence[nn.Module], given: tuple[nn.Module, ...], accumulator: Accumulator
     ) -> None:
         self.models = tuple(models)
-        self.given = given  #: the models that its blocks name: none stands for all prepared ones
+        self.given = given  #: the models that its blocks name: none means all prepared models
         self.sync = False  #: it is closed, or closes with the current micro-batch: a step follows
         self.inside = False  #: the current code is in its block
         self.norm: torch.Tensor | None = None  #: of the last clipped gradients
@@ -349,18 +349,18 @@ class AccumulationWindow:
         self._reset()
 
     def _reset(self) -> None:
-        self.period = object()  #: the identity of what is added up until the next step
+        self.period = object()  #: the identity of the sums until the next step
         self.count = 0  #: micro-batches, the current one included
         self.passes = 0  #: backward passes
         self.sync = self.stepped = False  #: an optimizer has stepped with it
         self._items = 0.0  # of this rank; without weights, its micro-batches
         self._weighted: bool | None = None
         self._current: float | None = None  # items of the current micro-batch
-        self._factor: float | None = None  # what has been added up is scaled by it
+        self._factor: float | None = None  # the sums were scaled by it
 
     @property
     def is_half_full(self) -> bool:
-        """Whether it holds micro-batches and waits for more."""
+        """Whether the window contains micro-batches and waits for more."""
         return self.count > 0 and not self.sync
 
     def restart(self) -> None:
@@ -458,19 +458,19 @@ class AccumulationWindow:
         """Count a backward pass and its weight.
 
         :raises ValueError: if the window mixes sums with means, or the micro-batch sums of
-            different weights, or `weight` is no count of items.
+            different weights, or `weight` is not a count of items.
         """
         items = 1.0 if weight is None else _checked(weight)
         if self._weighted not in (None, weight is not None):
             raise ValueError(
                 "a window with some losses given as backward(loss_sum, weight=n) and others as "
-                "backward(loss_mean) has no right mean; use one form in all of its micro-batches"
+                "backward(loss_mean) has no defined mean; use one form in all of its micro-batches"
             )
         if self._current is None:
             self._items += items
         elif self._current != items:
             raise ValueError(
-                "the backward passes of one micro-batch have different weights; add the losses up "
+                "the backward passes of one micro-batch have different weights; add the losses "
                 "before one backward(), or use one Accumulator for each"
             )
         self._weighted, self._current = weight is not None, items

@@ -21,7 +21,7 @@ def gather(tensor: Any, *, name: str | None = None) -> Any:
     as one item. Only the first dimension may differ between ranks. `name` is that of the call, and
     the same on all ranks; so it is in the functions below.
 
-    :raises TypeError: if a leaf is no tensor.
+    :raises TypeError: if a leaf is not a tensor.
     :raises RankMismatch: on all ranks, if structures, dtypes or other dimensions differ.
     """
     if not has_only_tensors(tensor):

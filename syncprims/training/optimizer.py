@@ -169,7 +169,7 @@ class PreparedOptimizer(Optimizer):
 
 
 def _copy_of_no_job(optimizer: Optimizer) -> PreparedOptimizer:
-    """Return what a copied or pickled optimizer is: every step passes."""
+    """Return a copied or pickled optimizer: every step passes."""
     return PreparedOptimizer(optimizer, Accumulator())
 
 

@@ -65,7 +65,7 @@ def batch_length(tree: Any) -> int:
     for tensor in tensors_of(tree):
         if tensor.ndim:
             return len(tensor)
-    raise TypeError("a batch of tensors was expected, and this one holds none with a dimension")
+    raise TypeError("expected a batch of tensors, and found no tensor with a dimension in it")
 
 
 def has_only_tensors(tree: Any) -> bool:

@@ -53,7 +53,7 @@ def join_uneven_inputs(accumulator: Accumulator) -> Generator[None]:
 
 
 class _Join:
-    """What ranks announce to each other at each event of a micro-batch."""
+    """The facts that ranks exchange at each event of a micro-batch."""
 
     def __init__(self, accumulator: Accumulator) -> None:
         self._accumulator = accumulator
@@ -69,7 +69,9 @@ class _Join:
         active = [rank for rank, (other, _) in enumerate(sent) if other != "done"]
         events = {sent[rank][0] for rank in active}
         if len(events) > 1:
-            raise RuntimeError(f"ranks that train take different turns: {sorted(events)}")
+            raise RuntimeError(
+                f"ranks that still have batches make different calls: {sorted(events)}"
+            )
         if active:
             self._active, self._accumulator._first_active = active, active[0]
             self._event = events.pop()

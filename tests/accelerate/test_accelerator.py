@@ -159,7 +159,7 @@ def test_tensors_of_all_ranks(world: Ranks) -> None:
 
 @everywhere
 def test_main_saves_objects(world: Ranks, tmp_path: Path) -> None:
-    """Links are followed, and what is no file is left alone."""
+    """Links are followed, and what is not a file is left alone."""
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "old").write_bytes(b"old")
     for name in ("old", "new"):

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support import ROOT
 from support.accelerate_scripts import installed, port
+from support.rank_environment import free_port
 from support.rank_worlds import Kind
 from support.training_models import TRAINED
 
-from syncprims._system.host import free_port
 from syncprims.accelerate import Accelerator
 from syncprims.training import CheckpointError
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.rank_environment import clean_environ
 
+# The class of a backend: no public call returns it.
 from syncprims._world.registry import load_backend
 from syncprims.testing import BackendContract
 

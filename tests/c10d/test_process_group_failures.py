@@ -142,7 +142,7 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
     (lambda: dist.reduce_scatter_tensor(ones(3), ones(6, dtype=DOUBLE)), r"is float64\[6\]"),
     (lambda: dist.all_to_all([ones(4)] * 2, [ones(4)]), "given is 1, and the group has 2"),
     (lambda: dist.all_to_all_single(ones(5), ones(4)), "of 5 rows cannot be split evenly"),
-    (lambda: dist.broadcast(ones(4), 7), "root 7 is no rank of a group of 2 ranks"),
+    (lambda: dist.broadcast(ones(4), 7), "root 7 is not a rank of a group of 2 ranks"),
     (lambda: dist.all_reduce(ones(4), dist.ReduceOp.BAND), "bits of integers and bools"),
     (lambda: dist.reduce_scatter_tensor(ones(2), ones(4), dist.ReduceOp.BXOR), "bits of integers"),
 ]
@@ -166,7 +166,9 @@ def test_transfers_with_no_other_rank(world: Ranks) -> None:
         with process_group():
             for what, call in ("dst", dist.isend), ("src", dist.irecv):
                 for rank in 7, -1:
-                    with pytest.raises(ValueError, match=f"{what}={rank} is no rank of a group of"):
+                    with pytest.raises(
+                        ValueError, match=f"{what}={rank} is not a rank of a group of"
+                    ):
                         call(ones(1), rank)
                 with pytest.raises(ValueError, match="sends to itself: copy the tensor"):
                     call(ones(1), sp.get_rank())

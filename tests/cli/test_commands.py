@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from support import ROOT
-from support.rank_environment import PATIENCE, clean_environ
+from support.rank_environment import PATIENCE, clean_environ, free_port
 from support.rank_worlds import CLOSING
 
-from syncprims._system.host import free_port
 from syncprims.cli import COMMANDS, main, parser
 from syncprims.cli.options import OPTIONS
 

@@ -14,6 +14,7 @@ from support import ROOT
 from support.launcher_variables import OPEN_MPI, SHELL, SLURM, TORCHRUN
 from support.rank_environment import clean_environ
 
+# All variables at once, without a process for each.
 from syncprims._world.settings import find_misspelt
 from syncprims.cli import env
 from syncprims.cli.console import Style

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.observed import await_report
-from support.rank_environment import clean_environ
+from support.rank_environment import clean_environ, free_port
 from support.rank_worlds import PATIENCE
 
-from syncprims._system.host import free_port
 from syncprims.cli import main
 from syncprims.who.processes import find_py_spy
 from syncprims.who.verdict import NOTABLE

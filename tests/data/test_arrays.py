@@ -18,6 +18,8 @@ from conftest import several
 from support.rank_worlds import Kind, Ranks
 
 import syncprims as sp
+
+# Equal encodings are equal types; the pieces are made small.
 from syncprims._data import codec, transport
 
 if TYPE_CHECKING:

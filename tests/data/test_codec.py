@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from syncprims import EncodingError
+
+# Damaged bytes, which no rank sends.
 from syncprims._data.codec import decode, encode
 
 

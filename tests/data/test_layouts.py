@@ -19,6 +19,8 @@ from conftest import several
 from support.rank_worlds import Ranks
 
 import syncprims as sp
+
+# Equal encodings are equal types; the layouts are slowed down.
 from syncprims._data import codec, layouts, reduction
 from syncprims.interface import Label, Mark, Note
 

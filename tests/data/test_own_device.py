@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+# Devices that the machine of a test lacks.
 from syncprims._data.arrays import own_device
 from syncprims.interface import own_device_index
 
 #: The current device, the devices of the node, the local rank, and the rank's own device.
 CASES = {
     "the program has chosen one": (1, 4, 0, 1),
-    "and it is no device of this local rank": (3, 4, 2, 3),
+    "and it is not a device of this local rank": (3, 4, 2, 3),
     "the first is current by default, and not chosen": (0, 4, 2, 2),
     "the first is that of the first local rank": (0, 4, 0, 0),
     "fewer devices than ranks, which share them in turn": (0, 2, 3, 1),

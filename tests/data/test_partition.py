@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import syncprims as sp
+
+# Shares for numbers of ranks that no test starts.
 from syncprims._data.partition import split
 
 if TYPE_CHECKING:

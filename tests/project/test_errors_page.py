@@ -36,6 +36,8 @@ from support.rank_worlds import Kind, Ranks
 import syncprims
 import syncprims.testing
 import syncprims.training  # imported once here, not in every forked example
+
+# Some warnings come once per process, and an earlier test may have caused them.
 from syncprims._world import runtime
 from syncprims.testing.world_spec import WorldSpec
 from syncprims.testing.worlds import run_once

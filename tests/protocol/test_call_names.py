@@ -14,6 +14,8 @@ import pytest
 from conftest import several
 
 import syncprims as sp
+
+# Its limit takes more call sites than a program has.
 from syncprims._protocol.call_site import NoteCache
 from syncprims.testing import run_world
 

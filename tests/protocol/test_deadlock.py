@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+# A table of waits: ranks that stand in each would take seconds.
 from syncprims._protocol.deadlock import Wait, deadlock_error, find_cycle, find_stuck
 
 Waits = dict[int, list[Wait]]

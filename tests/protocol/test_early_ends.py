@@ -11,6 +11,7 @@ import pytest
 from support.launches import Launches
 from support.rank_worlds import Scripts, environment
 
+# Only the launcher sets these variables.
 from syncprims._world.launchers import make_rank_variables
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -20,6 +20,8 @@ import pytest
 from support.rank_worlds import Kind, Ranks
 
 import syncprims as sp
+
+# Behind check_trigger, of which a program has one: here each case has its own.
 from syncprims._api.trigger import SelfClearingTrigger
 from syncprims.testing.world_spec import WorldSpec
 from syncprims.testing.worlds import run_once

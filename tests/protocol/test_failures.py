@@ -383,7 +383,7 @@ def test_any_text_of_an_exception_arrives(world: Ranks) -> None:
 @in_processes
 @several(2)
 def test_a_call_in_a_signal_handler_breaks_the_group(world: Ranks, tmp_path: Path) -> None:
-    """Its error ends the call that it has interrupted, and is no error of all ranks.
+    """Its error ends the call that it has interrupted, and is not an error of all ranks.
 
     The handler asks nothing of the board, which it may have interrupted where that holds a lock.
     """

@@ -16,7 +16,11 @@ import pytest
 from support.rank_worlds import Died, Kind, Ranks, Signs, await_end
 
 import syncprims as sp
+
+# A kill in the middle of a start: it is put into a function of the start.
 from syncprims._world import runtime
+
+# The backend is imported before the ranks are forked.
 from syncprims._world.registry import load_backend
 
 if TYPE_CHECKING:

@@ -11,8 +11,13 @@ import re
 import signal
 from pathlib import Path
 
+# Python has no such system call.
 from syncprims._system.processes import load_libc
+
+# A backend is imported before the forks, so not again in each rank.
 from syncprims._world.registry import load_backend
+
+# It is read once before the forks, not in each rank.
 from syncprims._world.world import version
 
 _HUGE_PAGE = 2 << 20  # bytes

@@ -16,6 +16,8 @@ import pytest
 
 import syncprims as sp
 from support.rank_worlds import Kind, Ranks, fork
+
+# Only the launcher sets these variables.
 from syncprims._world.launchers import make_rank_variables
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import syncprims as sp
+from support.rank_environment import free_port
 from support.rank_worlds import PATIENCE, Kind, environment, fork
-from syncprims._system.host import free_port
 from syncprims.who.observation import Observation, WorldReport
 
 if TYPE_CHECKING:

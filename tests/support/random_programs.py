@@ -24,6 +24,8 @@ import numpy as np
 import syncprims as sp
 from support.rank_worlds import PATIENCE, environment, fork
 from support.rank_worlds import Kind as World
+
+# Behind check_trigger, of which a program has one: here each case has its own.
 from syncprims._api.trigger import SelfClearingTrigger
 
 if TYPE_CHECKING:

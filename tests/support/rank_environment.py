@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from typing import TYPE_CHECKING
 
+# No public call lists the variables of all launchers.
 from syncprims._world.launchers import list_rank_variables
 
 if TYPE_CHECKING:
@@ -21,6 +23,13 @@ def clean_environ(*others: str) -> dict[str, str]:
     """Return this process's variables without the library's, any launcher's, and the `others`."""
     outer = list_rank_variables().union(others)
     return {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
+
+
+def free_port() -> int:
+    """Return a TCP port of this host on which no process listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def environ_of_ranks(directory: Path, **more: str) -> dict[str, str]:

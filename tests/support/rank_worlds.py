@@ -26,8 +26,9 @@ import torch  # noqa: F401 - imported once, before ranks fork, because it takes 
 
 import syncprims
 from support.rank_environment import PATIENCE as PATIENCE
-from support.rank_environment import clean_environ
-from syncprims._system.host import free_port
+from support.rank_environment import clean_environ, free_port
+
+# Only the launcher sets these variables.
 from syncprims._world.launchers import make_rank_variables
 from syncprims.testing.world_spec import WorldSpec
 from syncprims.testing.worlds import run_once

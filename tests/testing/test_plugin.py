@@ -120,11 +120,11 @@ def test_a_body_runs_once_per_rank_with_fixtures_made_once(project: Project) -> 
 
 
 NO_WORLD = [
-    ("schedules=0", "schedules= is how many to try, at least 1"),
-    ("schedules=[1, True]", "schedules= is how many to try, at least 1"),
+    ("schedules=0", "schedules= is the number of schedules to try, at least 1"),
+    ("schedules=[1, True]", "schedules= is the number of schedules to try, at least 1"),
     ("ranks=[]", "there is no world to run in"),
     ("rank=4", f"there is no argument rank=; it takes {ARGUMENTS}"),
-    ("4, 5", "only ranks can be given without its name"),
+    ("4, 5", "only ranks can be given without a keyword"),
     ("ranks=2, faults=[Kill(rank=9, at=1)]", "Kill(rank=9, at=1): there are ranks 0 to 1"),
     ("seed='5x'", "seed='5x': a seed is a number, pct<depth>-<steps>-<number>, or order-..."),
     ("timeout='5'", "timeout='5': it takes seconds, or a timedelta"),

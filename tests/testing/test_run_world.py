@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 import syncprims as sp
+
+# A public call shows only what follows from it, a deadlock or a stall.
 from syncprims._protocol.threads import threads_that_may_call
+
+# A world that a process has left cannot be forgotten by a public call.
 from syncprims._world import runtime
 from syncprims.testing import (
     DeadlockError,

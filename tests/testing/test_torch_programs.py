@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import support.torch_programs as programs
+from support.rank_environment import free_port
 
-from syncprims._system.host import free_port
 from syncprims.testing import run_world
 
 #: Of torch and of libraries, about themselves.

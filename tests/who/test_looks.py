@@ -25,6 +25,8 @@ from support.rank_bugs import BUGS, GOLDEN, RANKS
 from support.rank_worlds import PATIENCE, Kind, Signs, fork
 
 import syncprims as sp
+
+# Only the launcher sets these variables.
 from syncprims._world.launchers import make_rank_variables
 from syncprims.cli.console import Style
 from syncprims.cli.who import _text as command_text

@@ -9,7 +9,11 @@ import pytest
 
 import syncprims as sp
 from syncprims import errors
+
+# A search among thousands of ranks, which no test can start.
 from syncprims._protocol.deadlock import DeadlockDetector
+
+# Backends of thousands of ranks, which no test can start.
 from syncprims._world.registry import load_backend
 from syncprims.errors import format_ranks, name_ranks, parse_ranks
 from syncprims.interface import Settings, Topology

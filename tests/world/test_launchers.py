@@ -9,7 +9,11 @@ import pytest
 from support.launcher_variables import MPICH, OPEN_MPI, OURS, SHELL, SLURM, SLURM_JOB, TORCHRUN, env
 
 from syncprims import ConfigurationError
+
+# A case is a table of variables: a process for each would take minutes.
 from syncprims._world.launchers import detect, find_half_world, find_spread, make_rank_variables
+
+# Pure functions of the environment, without a process for each case.
 from syncprims._world.settings import derive_store, read_settings
 from syncprims.interface import UNKNOWN, Topology
 

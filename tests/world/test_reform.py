@@ -16,6 +16,8 @@ from support.random_programs import Step, draw_step, make_call, value
 from support.rank_worlds import Died, Kind, Ranks, served_store
 
 import syncprims as sp
+
+# Only the launcher sets these variables.
 from syncprims._world.launchers import make_rank_variables
 from syncprims.testing import DeadlockError, Fault, FaultMissed, Join, Kill, every_point, run_world
 

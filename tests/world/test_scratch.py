@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+# What killed launches leave, without a launch for each case.
 from syncprims._world import scratch
 from syncprims._world.scratch import scratch_directory
 

@@ -124,7 +124,7 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
             values[key] = values.get(key, b"") + _encode(value)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a value if the old one is the expected one; return what the key has then."""
+        """Set a value if the old one is the expected one; return its value then."""
         with self._turn("write", key) as values:
             if values.get(key, b"") == _encode(expected):
                 values[key] = _encode(desired)
@@ -236,7 +236,7 @@ def make_torchrun_variables() -> dict[str, str]:
 
 
 class _Rendezvous:
-    """Where the ranks of a world find each other, whatever URL their program names."""
+    """The rendezvous of the ranks of a world, for every URL that their program names."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

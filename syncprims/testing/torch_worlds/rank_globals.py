@@ -1,4 +1,4 @@
-"""What a process has one of, kept for each rank that is a thread.
+"""Globals of a process, kept separately for each rank that is a thread.
 
 One rank runs at a time. So the globals of the process are changed as the turn passes, and each rank
 finds its own environment, random states and groups of ``torch.distributed``, as a process would.
@@ -41,7 +41,7 @@ class RankGlobals:
         self._awaited = list(_ATTRIBUTES)  # of modules that have not been imported
         self._modules = 0  # how many had been, at the last look
         self._find_parts()
-        self._here: int | None = None  # whose globals the process has; None stands for the test
+        self._here: int | None = None  # whose globals the process has; None: those of the test
         self._kept: dict[int | None, list[Any]] = {rank: [] for rank in range(len(environs))}
 
     def enter(self, rank: int | None) -> None:
@@ -82,8 +82,8 @@ def make_fresh_process(rank: int) -> None:
 class _Part:
     """Something of which a process has one."""
 
-    fresh: Callable[[int], Any]  #: returns what a rank begins with
-    save: Callable[[], Any]  #: returns what is there now
+    fresh: Callable[[int], Any]  #: returns the initial state of a rank
+    save: Callable[[], Any]  #: returns the present state
     load: Callable[[Any], None]  #: puts either there
 
 

@@ -108,7 +108,7 @@ class Suites:
             self._undo.pop()()
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> Any:
-        """Replace ``owner.name``, and return what it was."""
+        """Replace ``owner.name``, and return the old value."""
         before = vars(owner)[name]
         setattr(owner, name, function)
         self._undo.append(lambda: setattr(owner, name, before))
@@ -342,7 +342,7 @@ class Suites:
 
 
 class _Process:
-    """What such a base takes for a process and its two queues."""
+    """An object that such a base class accepts as a process and its two queues."""
 
     def __init__(self, run: Callable[[str], Any]) -> None:
         self._run = run

@@ -110,8 +110,7 @@ class Saving:
             return  # it was complete, or an earlier call has waited
         if not self._end():
             raise CheckpointError(
-                f"{self._save.doing} was under way when a rank was lost, and counts as not made: "
-                f"save again",
+                f"{self._save.doing} was not finished when a rank was lost: save again",
                 path=self.path,
             )
         self._outcome.result()

@@ -52,7 +52,7 @@ class FilePlan(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a save writes: into a new directory under a temporary name, or beside older files."""
+    """The place that a save writes to: a new one with a temporary name, or an old one."""
 
     path: str
     folder: str  #: the directory that is written to
@@ -216,13 +216,13 @@ class Save:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that does what only one rank may do."""
+        """Whether this rank makes the steps that only one rank may make."""
         return self.number == 0
 
     # -- the plan ---------------------------------------------------------------------------------
 
     def summarize(self) -> dict[str, Any]:
-        """Return what the other ranks need to know."""
+        """Return the facts that the other ranks need."""
         groups = [group for groups in self.groups.values() for group in groups]
         described = [
             [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in group.items()]

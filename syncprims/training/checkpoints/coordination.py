@@ -1,4 +1,4 @@
-"""How ranks save and load together: one directory, one outcome of each step, one error on all."""
+"""Ranks save and load together: one directory, one outcome of each step, one error on all."""
 
 from __future__ import annotations
 

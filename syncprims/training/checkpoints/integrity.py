@@ -1,4 +1,4 @@
-"""Digests, JSON that carries its own, and the errors for files that are not what was written.
+"""Digests, JSON that carries its own, and the errors for files that were changed.
 
 A document or file with a digest has it in the field :data:`SEAL`. The digest is XXH3-128 over the
 exact bytes, with zeros in the place of the digest itself. It finds damage and not malice: anyone
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 SEAL = "syncprims.seal"  #: the field with the digest
-BLANK = "0" * 32  #: what is in it while the digest is computed
+BLANK = "0" * 32  #: in the digest's place while it is computed
 _FIELD = f'"{SEAL}":"'.encode()
 
 
@@ -28,7 +28,7 @@ _FIELD = f'"{SEAL}":"'.encode()
 
 
 def refusal(path: str, what: str, expected: object, found: object) -> CheckpointError:
-    """Return the error for a file that is not what was written."""
+    """Return the error for a file that was changed after it was written."""
     return CheckpointError(
         f"{path}: {what}: expected {_shorten(expected)}, found {_shorten(found)}. "
         f"Load another checkpoint, or fetch this one again. If a program saves there now, it has "
@@ -133,7 +133,7 @@ def parse(path: str, data: bytes) -> dict[str, Any]:
         return fields
 
     def no_constant(name: str) -> Any:
-        raise ValueError(f"{name}, which is no number")
+        raise ValueError(f"{name}, which is not a number")
 
     try:
         document = json.loads(data, object_pairs_hook=unique_keys, parse_constant=no_constant)

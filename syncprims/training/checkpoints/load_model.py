@@ -68,7 +68,7 @@ def load_checkpoint_in_model(
     empty = all(t.is_meta for t in _tensors_of(inner).values())
     custom = _has_custom_loading(inner)
     with contextlib.ExitStack() as files:
-        # A part with its own loading may look at what it gets: then all is checked before.
+        # A module with its own loading may read its tensors: then all files are checked before.
         with reading(path):
             file = _first_file(path) if filesystem.is_directory(path) else path
         weights = _open_weights(file, files, allow_links, check=custom or not empty)
@@ -83,11 +83,11 @@ def load_checkpoint_in_model(
                     }
                 else:
                     read = _load_in_place(inner, state, weights, check=empty)
-                # Only torch can distinguish what a module renames or converts from what is missing.
+                # Only torch can distinguish renamed or converted tensors from missing ones.
                 inner.load_state_dict(read, strict=strict)
             except (CheckpointError, RuntimeError) as error:
                 text = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
-                part = "The model has been loaded in part: do not go on with it."
+                part = "The model has been loaded in part: do not use it."
                 raise CheckpointError(
                     f"{text} {'The model is still on the meta device.' if empty else part}",
                     path=path, errno=getattr(error, "errno", None),
@@ -129,7 +129,7 @@ def _open_weights(
         lacking = [name for name in names if name not in stored]
         if lacking:
             raise refusal(shard, "tensors", ", ".join(lacking), "none of these")
-        # What the index does not list is used only if it is tied to what it lists.
+        # A tensor that the index does not list is used only if it is tied to a listed one.
         listed = {id(stored[name]) for name in names}
         tensors |= {n: t for n, t in stored.items() if file_of.get(n, file) == file}
         tensors = {n: t for n, t in tensors.items() if n in file_of or id(t) in listed}
@@ -336,7 +336,7 @@ def _listed(names: list[str]) -> str:
 
 
 class _Slot(NamedTuple):
-    """Where a parameter or buffer is in a module."""
+    """The position of a parameter or buffer in a module."""
 
     table: dict[str, Any]  #: the module's own
     name: str
@@ -397,7 +397,7 @@ def _devices(device_map: Any, slots: Sequence[_Slot]) -> dict[int, torch.device]
         if device in _NOWHERE:
             raise ValueError(
                 f"device_map gives {device!r} for {name!r}: it takes devices that hold tensors, as "
-                f"'cpu', 0 or 'cuda:1'; nothing is offloaded here"
+                f"'cpu', 0 or 'cuda:1'; offloading is not supported"
             )
     table = {portable_name(name): torch.device(device) for name, device in given.items()}
     devices: dict[int, torch.device] = {}

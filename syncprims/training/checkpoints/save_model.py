@@ -163,7 +163,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
     With `safe` it is a dict of tensors, and the file is in the safetensors format; else it is in
     torch's own. If the path is a link, the link stays, and its target is replaced.
 
-    :raises CheckpointError: with path and errno; what was there before still stands, unless the
+    :raises CheckpointError: with path and errno; the older files remain, unless the
         message says otherwise.
     :raises TypeError: if `path` is neither a str nor a path.
     """

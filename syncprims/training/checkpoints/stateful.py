@@ -112,7 +112,7 @@ def check_fits(path: str, name: str, thing: Stateful, state: Any) -> None:
         if isinstance(value, torch.Tensor) and value.is_meta:
             raise CheckpointError(
                 f"{path}: object {name!r}: the model's {key!r} is on the meta device: it has no "
-                f"place for values. Call model.to_empty(device=...) first, or load the weights of "
+                f"memory for values. Call model.to_empty(device=...) first, or load the weights of "
                 f"a saved model with load_checkpoint_in_model().",
                 path=path,
             )
@@ -148,11 +148,11 @@ def dtensors_of(thing: Stateful) -> Mapping[str, Any]:
 def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"torch.{name} is no dtype")
+        raise TypeError(f"torch.{name} is not a dtype")
     return dtype
 
 
-#: Of each other type: its kind, a simpler value that stands for it, and the way back.
+#: Of each other type: its kind, a simpler value that represents it, and the way back.
 _SIMPLER: dict[type[Any], tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     int: ("int", hex, lambda text: int(text, 16)),
     float: ("float", float.hex, float.fromhex),

@@ -277,7 +277,7 @@ def load_state(
             raise CheckpointError(
                 f"{file}: saved by {count} ranks, and here are {here}: the random numbers and "
                 f"objects of each rank do not fit. Start {count} ranks, or pass "
-                f"any_world_size=True: then the ranks go on with their own.",
+                f"any_world_size=True: then each rank keeps its own.",
                 path=file,
             )
         reader = _StateReader(path, saved, strict)
@@ -301,7 +301,7 @@ def _load_into(path: str, objects: Mapping[str, Stateful], states: dict[str, Any
         except Exception as error:
             raise CheckpointError(
                 f"{path}: {name!r} refuses its state: {type(error).__name__}: {error}. Objects "
-                f"before it have been loaded: do not go on with them.",
+                f"before it have been loaded: do not use them.",
                 path=path,
             ) from error
 
@@ -393,7 +393,7 @@ class Checkpoints:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last={keep_last!r}: it takes 1 or more, or None for all")
         if "/" in prefix or prefix.startswith(".") or "\0" in prefix:
-            raise ValueError(f"prefix={prefix!r}: it begins the name of a directory")
+            raise ValueError(f"prefix={prefix!r}: it must be the beginning of a directory's name")
         self.directory = directory_path(directory)
         self.keep_last = keep_last
         self.prefix = prefix

@@ -32,7 +32,7 @@ _END: Any = object()  # never a batch
 
 
 class ShardPlan(NamedTuple):
-    """How batches are dealt to ranks."""
+    """The way in which batches are distributed to ranks."""
 
     rank: int
     ranks: int
@@ -62,7 +62,7 @@ class ShardPlan(NamedTuple):
 
 
 class Draw:
-    """One iteration of a batch shard: what is known of its batches, by number."""
+    """One iteration of a batch shard: the known facts about its batches, by number."""
 
     def __init__(self) -> None:
         #: how many items of a round are no padding, if there is any, and the position after it
@@ -93,7 +93,7 @@ class BatchShard:
         if plan.split and self.batch_size is not None and self.batch_size % plan.ranks:
             raise ValueError(
                 f"split_batches: a batch of {self.batch_size} cannot be cut into {plan.ranks} "
-                f"equal parts, one per rank; make it a multiple"
+                f"equal parts, one per rank; choose a multiple of {plan.ranks}"
             )
 
     @property
@@ -168,7 +168,7 @@ def _is_batch(batch: Any) -> bool:
 
 def _batch_to_split(batch: Any) -> Any:
     if not _is_batch(batch):
-        raise ValueError("split_batches cuts batches, and this loader has single items")
+        raise ValueError("split_batches divides batches, and this loader gives single items")
     return batch
 
 
@@ -231,7 +231,7 @@ class Round(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a batch is: how its items are counted, cut and joined."""
+    """The kind of a batch: how its items are counted, cut and joined."""
 
     length: Callable[[Any], int]
     cut: Callable[[Any, int, int], Any]

@@ -44,7 +44,7 @@ class Cursor:
         self.beside: tuple[Cursor, ...] = ()  #: others that alternate with it, as in ``zip``
         self.real: int | None = None  #: items of all ranks' latest batches that are not padding
         self.single = False  #: each of these is one item, whatever that holds
-        self.resharded = False  #: what is left of the epoch is to be dealt again
+        self.resharded = False  #: the rest of the epoch has to be distributed again
 
     @property
     def loader(self) -> object:
@@ -196,7 +196,7 @@ class PreparedLoader(DataLoader[T]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue in the next iteration where `state` was taken, with the very next batch.
 
-        There may be more or fewer ranks than then: they share what is left of the epoch. If the
+        There may be more or fewer ranks than then: they share the rest of the epoch. If the
         state was taken in the body of an epoch's last batch, the next iteration is empty, and the
         loop goes on with what follows an epoch. A loop over epochs that begins at
         ``state_dict()["epoch"]`` is right in every case.
@@ -217,7 +217,7 @@ class PreparedLoader(DataLoader[T]):
             self.set_epoch(progress.epoch + 1)
 
     def reshard(self, change: Change, *, keep: Literal["local", "global"] = "local") -> None:
-        """Deal the rest of the epoch to the ranks that there are after a change. Collective.
+        """Distribute the rest of the epoch to the ranks of the world after a change. Collective.
 
         `change` is what :func:`syncprims.reform` has returned. All ranks take the position of the
         rank that is furthest. The batch that the body of a loop has not finished is dealt again. A
@@ -444,7 +444,7 @@ def _check(loader: Any, *, dispatched: bool) -> None:
     if dispatched and any(map(is_sharded, (loader.batch_sampler, loader.sampler))):
         raise ValueError(
             "dispatch_batches lets rank 0 read for all, and a DistributedSampler gives it a share "
-            "of the data only; drop the sampler, or dispatch_batches"
+            "of the data only; remove the sampler, or dispatch_batches"
         )
 
 
@@ -531,7 +531,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     :raises ValueError: if `num_batches` is negative.
     """
     if num_batches < 0:
-        raise ValueError(f"num_batches={num_batches}: it is a count")
+        raise ValueError(f"num_batches={num_batches}: it must be 0 or more")
     if not isinstance(loader, PreparedLoader):
         return _Skipped(loader, num_batches)
     view = copy.copy(loader)

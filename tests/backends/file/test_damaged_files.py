@@ -19,6 +19,8 @@ from support.intruders import RUN, RUN_NAME, Remains, attempt, outcome_of
 from support.rank_worlds import Kind, Ranks, fork
 
 import syncprims as sp
+
+# Only the launcher sets these variables.
 from syncprims._world.launchers import make_rank_variables
 
 if TYPE_CHECKING:

@@ -20,6 +20,8 @@ from support.launches import await_condition
 from support.rank_worlds import Died, Kind, Ranks, Scripts, Signs
 
 import syncprims as sp
+
+# The backend is imported before the ranks are forked.
 from syncprims._world.registry import load_backend
 
 
@@ -146,7 +148,7 @@ def test_a_link_a_file_and_an_unwritable_place_are_refused(tmp_path: Path) -> No
     assert f"{link} cannot be used as a meeting place: it is a link" in refusal(link)
     plain = tmp_path / "plain"
     plain.write_text("mine")
-    assert "it is no directory" in refusal(plain)
+    assert "it is not a directory" in refusal(plain)
     assert plain.read_text() == "mine"
     assert "SYNCPRIMS_DIR" in refusal(plain / "below")
     assert "SYNCPRIMS_DIR" in refusal(Path("/proc/nowhere"))

@@ -15,6 +15,8 @@ from support.intruders import needs_root
 from support.rank_worlds import Kind, Ranks
 
 import syncprims as sp
+
+# The backend is imported before the ranks are forked.
 from syncprims._world.registry import load_backend
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ from support.intruders import (
 )
 from support.rank_worlds import Kind, Ranks
 
+# The backend is imported before the ranks are forked.
 from syncprims._world.registry import load_backend
 
 if TYPE_CHECKING:

@@ -14,6 +14,8 @@ import pytest
 from support.rank_worlds import Died, Kind, Ranks, Signs
 
 import syncprims as sp
+
+# The backend is imported before the ranks are forked.
 from syncprims._world.registry import load_backend
 
 if TYPE_CHECKING:

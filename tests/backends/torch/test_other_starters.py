@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.rank_environment import run_ranks
-
-from syncprims._system.host import free_port
+from support.rank_environment import free_port, run_ranks
 
 _TOLD = """
 import json, sys

@@ -9,10 +9,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.rank_environment import free_port
 from support.rank_worlds import Died, Kind, Ranks, Scripts, Signs, served_store
 
 import syncprims as sp
-from syncprims._system.host import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path

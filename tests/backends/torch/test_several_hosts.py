@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 #: A little of everything; each rank tells what it saw.
 _TOUR = """
 import torch
+# `local=True` uses this group, and no public call returns it.
 from syncprims._world.world import get_node_group
 
 seen = {}

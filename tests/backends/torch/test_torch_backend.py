@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.rank_environment import run_ranks
+from support.rank_environment import free_port, run_ranks
 from support.rank_worlds import Died, Kind, Ranks, Signs, fork, served_store
 
 import syncprims as sp
-from syncprims._system.host import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,10 +9,8 @@ import textwrap
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
-from support.rank_environment import environ_of_ranks
+from support.rank_environment import environ_of_ranks, free_port
 from support.rank_worlds import PATIENCE
-
-from syncprims._system.host import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path

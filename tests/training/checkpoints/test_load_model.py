@@ -106,7 +106,7 @@ def test_a_disk_that_fails_at_any_call_of_a_load_is_told_of(
         same = all(one is other for one, other in zip(now, before, strict=True))
         same = same and all(p.is_meta for p in now) if new else values(model) == {1}
         untouched += same
-        assert same or (not new and "in part: do not go on with it" in str(error))
+        assert same or (not new and "in part: do not use it" in str(error))
     assert untouched
     assert sum(error is not None for error in errors) > len(errors) / 2
 
