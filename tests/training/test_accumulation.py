@@ -488,7 +488,7 @@ def test_misuse_is_told(world: Ranks) -> None:
         mixed = Accumulator(2)
         with mixed.accumulate(model):
             mixed.backward(model(ones()).sum(), weight=2)
-        with mixed.accumulate(model), pytest.raises(ValueError, match="right mean"):
+        with mixed.accumulate(model), pytest.raises(ValueError, match="defined mean"):
             mixed.backward(model(ones()).sum())
         several = Accumulator(2)
         with several.accumulate(model):
