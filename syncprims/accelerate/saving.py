@@ -13,16 +13,26 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from syncprims import CollectiveMismatch, PeerLost, SyncTimeout, current, is_local_main, is_main
+from syncprims import (
+    CheckpointError,
+    CollectiveMismatch,
+    PeerLost,
+    SyncTimeout,
+    current,
+    get_rank,
+    get_world_size,
+    is_local_main,
+    is_main,
+)  # fmt: skip
 from syncprims._world.world import get_own_group
 from syncprims.training import Accumulator, checkpoints, unwrap_model
 from syncprims.training.checkpoints import Saving, Stateful, filesystem
-from syncprims.training.checkpoints.coordination import coordinate, directory_path
+from syncprims.training.checkpoints.coordination import coordinate, directory_path, meet
 from syncprims.training.checkpoints.stateful import check_objects, state_of
+from syncprims.training.checkpoints.states import MANIFEST, read_manifest
 from syncprims.training.optimizer import delegated
 from syncprims.training.preparation import Preparation
 
-from . import state_files
 from .configuration import ProjectConfiguration, check_fixed, check_unsupported
 
 Weights: TypeAlias = dict[str, Any]
@@ -87,11 +97,8 @@ class Checkpointing:
     def _start_saving(self, project_dir: Any, project: Any) -> None:
         #: the directories, the number of checkpoints that are kept, the next one's least number
         self.project_configuration: Any = project or ProjectConfiguration(project_dir)
-        if self.project_configuration.save_on_each_node:
-            raise TypeError(
-                "ProjectConfiguration(save_on_each_node=True) is not offered: a checkpoint is one "
-                "directory that all ranks see, and is complete or absent"
-            )
+        of_nodes, call = self.project_configuration.save_on_each_node, "save_on_each_node=True"
+        check_fixed(False, of_nodes, call, "one directory that all ranks see, as every save needs")
         if self.project_dir is None and project_dir is not None:
             self.project_configuration.set_directories(project_dir)
         self._registered: dict[str, Any] = {}
@@ -292,9 +299,7 @@ class Checkpointing:
                 return checkpoints.save_state(path, common, block=block)
         # The same number on all ranks where they save the same state.
         mark = sum(o.steps_taken + o.steps_skipped for o in self.accumulator.optimizers)
-        saving = state_files.save_alone(
-            path, lambda: self._objects_to_save(path), mark=mark, block=block
-        )
+        saving = _save_alone(path, lambda: self._objects_to_save(path), mark, block=block)
         if not safe_serialization and is_main():
             for i, model in enumerate(self._models_inside()):
                 name = f"pytorch_model_{i}.bin" if i else "pytorch_model.bin"
@@ -329,7 +334,7 @@ class Checkpointing:
                 self._load_latest(strict)
             else:
                 path = os.fspath(input_dir)
-                state_files.load_alone(path, lambda: self._objects_to_load(path, strict))
+                _load_alone(path, lambda: self._objects_to_load(path, strict))
         self.accumulator.restart()
 
     def _load_latest(self, strict: bool) -> None:
@@ -370,3 +375,87 @@ def _for_all_ranks(call: str) -> Generator[None]:
             f"function that runs on one rank only, call it outside of that."
         )
         raise type(error)(text, **error.facts()).with_traceback(error.__traceback__) from None
+
+
+# -- states that each rank saves alone, where a script saves on some ranks only --------------------
+#
+# Main saves the common objects and its random numbers. Any other rank that calls it saves its
+# random numbers in a directory inside of main's: `rank-00001`. Each of these is a checkpoint of one
+# rank, complete or absent. A mark, equal on all ranks at one point of the program, shows which
+# belong together.
+
+
+def _save_alone(
+    path: str, objects: Callable[[], Mapping[str, Stateful]], mark: int, *, block: bool
+) -> Saving:
+    """Save this rank's part of a state, without waiting for another rank.
+
+    `objects` returns the common objects; it is called with this rank as the only one.
+
+    :raises CheckpointError: on this rank, if it cannot write its part.
+    """
+    path = directory_path(path)
+    filesystem.make_directory(path)  # the ranks' parts may come in any order
+    with get_own_group(current()):
+        common = objects()
+        if not is_main():
+            return checkpoints.save_state(_part(path, get_rank()), {}, step=mark, block=block)
+        return checkpoints.save_state(path, common, step=mark, block=block)
+
+
+def _load_alone(path: str, objects: Callable[[], Mapping[str, Stateful]]) -> None:
+    """Load what :func:`_save_alone` or ``save_state`` has saved. Collective.
+
+    Random numbers of ranks that are not there are left as they are and logged.
+
+    :raises CheckpointError: on all ranks, as ``load_state``, but not for another number of ranks.
+    """
+    path = directory_path(path)
+    doing = f"load_state from {path}"
+    meet(doing, path)  # each rank has saved before
+
+    def saved() -> tuple[int, int | None]:
+        if "random_states_0.pkl" in filesystem.names(path):
+            raise CheckpointError(
+                f"{path}: Accelerate has saved this state, in pickles, which are not read here. "
+                f"Load the weights by load_checkpoint_in_model(model, {path!r}), and begin with a "
+                f"new optimizer and schedule.",
+                path=path,
+            )
+        state = read_manifest(path)
+        return len(state.ranks), state.step
+
+    (count, mark), _ = coordinate(doing, saved)
+    if count > 1 or get_world_size() == 1:
+        checkpoints.load_state(path, objects(), any_world_size=True)
+        if count != get_world_size():
+            _warn(path, list(range(get_world_size())), f"it was saved by {count} ranks")
+        return
+
+    def read() -> bool:
+        with get_own_group(current()):
+            checkpoints.load_state(path, objects(), rng=is_main())
+            if is_main():
+                return True
+            part = _part(path, get_rank())
+            if not filesystem.exists(f"{part}/{MANIFEST}") or read_manifest(part).step != mark:
+                return False
+            checkpoints.load_state(part, {})
+            return True
+
+    _, complete = coordinate(doing, read)
+    missing = [rank for rank, there in enumerate(complete) if not there]
+    if missing:
+        _warn(path, missing, "main saved it without them")
+
+
+def _warn(path: str, ranks: list[int], why: str) -> None:
+    if is_main():
+        filesystem.LOG.warning(
+            "%s has no random numbers of ranks %s, because %s: these ranks go on with their own",
+            path, ranks, why,
+        )  # fmt: skip
+
+
+def _part(path: str, rank: int) -> str:
+    return f"{path}/rank-{rank:05d}"

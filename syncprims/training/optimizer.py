@@ -62,6 +62,8 @@ class PreparedOptimizer(Optimizer):
     defaults = delegated("optimizer.defaults", settable=True)
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("train", "eval"):  # the modes of schedule-free ones: others have none
+            return getattr(self.optimizer, name, lambda: None)
         return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:
@@ -81,16 +83,6 @@ class PreparedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters."""
         self.optimizer.add_param_group(param_group)
-
-    def train(self) -> None:
-        """Put a schedule-free optimizer into training mode; another one has no modes."""
-        if (train := getattr(self.optimizer, "train", None)) is not None:
-            train()
-
-    def eval(self) -> None:
-        """Put a schedule-free optimizer into evaluation mode; another one has no modes."""
-        if (evaluate := getattr(self.optimizer, "eval", None)) is not None:
-            evaluate()
 
     # -- steps of closed windows ----------------------------------------------------------------
 
