@@ -93,12 +93,6 @@ def send_to_device(
 #: The files of a model, in the order in which they are looked for.
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME = _FIRST_FILES
 
-#: Packages that do not run here, installed or not; questions about others ask for the package.
-_NEVER = {
-    "deepspeed", "megatron_lm", "torch_xla", "transformer_engine", "msamp", "fp8", "npu", "mlu",
-    "musa", "sdaa", "hpu", "neuron", "habana_gaudi1", "sagemaker", "pippy", "rocm", "ccl", "ipex",
-    "xccl", "4bit_bnb", "8bit_bnb", "amdsmi", "transformer_engine_mxfp8",
-}  # fmt: skip
 _PACKAGES = {"bnb": "bitsandbytes", "lomo": "lomo_optim"}  #: whose names differ from the question's
 
 
@@ -128,7 +122,7 @@ def find_name(module: str, name: str) -> Any:
         return not_offered(module, name, PreparedLoader if name.startswith("DataLoader") else ())
     topic = name.removeprefix("is_").removesuffix("_available")
     package = _PACKAGES.get(topic, topic)
-    answer = _ANSWERS.get(topic) or (lambda: topic not in _NEVER and find_spec(package) is not None)
+    answer = _ANSWERS.get(topic) or (lambda: find_spec(package) is not None)
 
     def is_available(*_: Any, **__: Any) -> bool:
         return answer()
@@ -333,8 +327,7 @@ def notebook_launcher(
     if num_processes is None or num_processes <= 1:
         function(*args)
         return
-    plain = mixed_precision in ("no", "NO")
-    variables = {} if plain else {"ACCELERATE_MIXED_PRECISION": mixed_precision}
+    variables = {"ACCELERATE_MIXED_PRECISION": mixed_precision.lower()}
     _start(lambda: function(*args), num_processes, variables)
 
 
@@ -347,7 +340,7 @@ def _start(function: Callable[[], object], ranks: int, variables: dict[str, str]
     from syncprims.testing import run_world  # a room of its own
 
     def rank() -> None:
-        os.environ.update({name: str(value).lower() for name, value in variables.items()})
+        os.environ.update(variables)
         function()
 
     run_world(rank, ranks, kind="processes", timeout=None)

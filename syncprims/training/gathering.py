@@ -8,7 +8,7 @@ import torch
 
 import syncprims
 
-from .gradient_sync import check_alike, describe
+from .gradient_sync import broadcast_tensors, check_alike, describe
 from .pytree import has_only_tensors, map_tensors, named_leaves, tensors_of
 
 Reduction = Literal["sum", "mean", "min", "max", "prod", "none"]
@@ -114,12 +114,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, name: str | None = None) ->
                 f"{type(leaf).__name__}; syncprims.broadcast() returns any object"
             )
     tensors = [leaf for _, leaf in leaves if leaf is not None]
-    sends = syncprims.get_rank() == from_process
-    mine = [t.cpu() for t in tensors] if sends else []
-    sent = syncprims.broadcast(mine, from_process, name=name)
-    with torch.no_grad():
-        for own, theirs in zip(tensors, sent, strict=True):
-            own.copy_(theirs)
+    broadcast_tensors(tensors, from_process, name)
     return tensor
 
 

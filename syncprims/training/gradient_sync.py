@@ -121,7 +121,7 @@ def broadcast_model(model: nn.Module, src: int = 0) -> None:
     """
     if get_world_size() > 1:
         check_alike("the model", _described(model), "Build the same model on every rank.")
-    _broadcast_tensors([*(p.data for p in model.parameters()), *model.buffers()], src)
+    broadcast_tensors([*(p.data for p in model.parameters()), *model.buffers()], src)
 
 
 def _described(model: nn.Module) -> list[str]:
@@ -132,10 +132,13 @@ def _described(model: nn.Module) -> list[str]:
 
 def broadcast_buffers(model: nn.Module, src: int = 0) -> None:
     """Copy the buffers of rank `src` (running means, counts) to every rank. Collective."""
-    _broadcast_tensors(list(model.buffers()), src)
+    broadcast_tensors(list(model.buffers()), src)
 
 
-def _broadcast_tensors(tensors: Sequence[torch.Tensor], src: int) -> None:
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor], src: int, name: str | None = "model"
+) -> None:
+    """Fill tensors, alike on all ranks, with those of rank `src`. Collective."""
     if get_world_size() == 1:
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -144,7 +147,7 @@ def _broadcast_tensors(tensors: Sequence[torch.Tensor], src: int) -> None:
     for same in kinds.values():
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
         flat = flat.to(_transport_device(same[0]))
-        flat = broadcast(flat, src, out=flat, name="model")
+        flat = broadcast(flat, src, out=flat, name=name)
         with torch.no_grad():
             parts = torch.split(flat, [tensor.numel() for tensor in same])
             for tensor, part in zip(same, parts, strict=True):

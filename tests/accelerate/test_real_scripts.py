@@ -145,7 +145,8 @@ losses = [record.get("loss", record.get("eval_loss")) for record in trainer.stat
 again = Trainer(model=model, args=options, eval_dataset=Texts())  # that does not train
 losses.append(again.evaluate()["eval_loss"])
 weights = sum(p.double().sum() for p in model.parameters())
-print(f"done {type(trainer.accelerator).__module__.split('.')[0]}", losses, float(weights))
+library = type(trainer.accelerator).__module__.split('.')[0]
+sys.stdout.write(f"done {library} {losses} {float(weights)}\\n")  # at once: ranks share the pipe
 """
 
 
