@@ -200,10 +200,7 @@ class Tracking:
                 "install %s", name, needs[0],
             )  # fmt: skip
         elif kind.requires_logging_directory and self.logging_dir is None:
-            raise ValueError(
-                f"log_with={name!r} writes files; give the Accelerator a project_dir, or a "
-                f"logging_dir in project_config"
-            )
+            raise ValueError(f"log_with={name!r} writes files: give the Accelerator a project_dir")
         else:
             self.log_with.append(name)
 
