@@ -452,7 +452,7 @@ def _load_alone(path: str, objects: Callable[[], Mapping[str, Stateful]]) -> Non
 def _warn(path: str, ranks: list[int], why: str) -> None:
     if is_main():
         filesystem.LOG.warning(
-            "%s has no random numbers of ranks %s, because %s: these ranks go on with their own",
+            "%s has no random numbers of ranks %s, because %s: these ranks keep their own",
             path, ranks, why,
         )  # fmt: skip
 
