@@ -25,18 +25,18 @@ from .tensors import OutputTensors, describe, items_of, nothing
 from .torch_internals import (
     BETWEEN,
     NAME,
-    count_modes,
+    call_by_dispatcher,
     default_timeouts,
     dist,
     finished_work,
+    flattened,
     is_profiling,
     keep_from_compiler,
     make_backend_error,
+    needs_dispatcher,
     recorded,
     reduction_of,
-    show_to_modes,
     with_old_names,
-    without_modes,
 )
 
 if TYPE_CHECKING:
@@ -115,15 +115,14 @@ def _recorded(title: str, shown: int = 0) -> Callable[[M], M]:
         @functools.wraps(method)
         def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
             try:
-                if count_modes():
+                if needs_dispatcher(args):
                     several = method.__name__.endswith("_single") and isinstance(args[0], list)
                     name = method.__name__ + ("_coalesced" if several else "")
-                    work = show_to_modes(self, name, _flattened([*args]), args, named)
-                    with without_modes():
-                        return work or call(self, *args, **named)
+                    plain = functools.partial(call, self)
+                    return call_by_dispatcher(self, name, args, named, plain)
                 if not is_profiling():
                     return method(self, *args, **named)
-                with recorded(f"{self.served_as}:{title}", _flattened([*args[shown : shown + 1]])):
+                with recorded(f"{self.served_as}:{title}", flattened(args[shown : shown + 1])):
                     return method(self, *args, **named)
             except SyncError as error:
                 make_backend_error(error)
@@ -632,13 +631,6 @@ def _nested(tensors: Any) -> list[Any]:
     """Return one list of tensors; c10d gives it as it is, or in a list of one."""
     found = _listed(tensors)
     return _listed(found[0]) if found and isinstance(found[0], list | tuple) else found
-
-
-def _flattened(tensors: Any) -> list[Any]:
-    """Return the tensors of a list of lists."""
-    if not isinstance(tensors, list | tuple):
-        return [tensors]
-    return [tensor for part in tensors for tensor in _flattened(part)]
 
 
 def _pairs(lists: Any, tensors: Any) -> list[tuple[list[Any], Any]]:

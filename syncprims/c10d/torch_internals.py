@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import os
 import threading
 from pathlib import Path
@@ -19,11 +20,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import torch
 import torch.distributed
 from torch.futures import Future
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncprims.errors import BackendUnavailable, SyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
@@ -59,8 +61,6 @@ _OLD_NAMES = {
 }
 
 
-#: How many modes of torch's dispatcher are active in this thread (2.0 and newer).
-count_modes: Callable[[], int] = cast("Any", torch)._C._len_torch_dispatch_stack
 #: Whether a profiler of torch records now (1.0 and newer).
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
@@ -174,17 +174,64 @@ def reduction_of(given: Any) -> str:
     return name
 
 
-def show_to_modes(
-    group: Any, name: str, tensors: Sequence[torch.Tensor], args: Any, named: Any
+def needs_dispatcher(args: Sequence[Any]) -> bool:
+    """Return whether a mode of torch's dispatcher, or a subclass among tensors, has to see a call.
+
+    (`_len_torch_dispatch_stack` and `_disabled_torch_dispatch_impl`, 2.0 and newer.)
+    """
+    internals: Any = torch
+    plain = internals._C._disabled_torch_dispatch_impl
+    return bool(internals._C._len_torch_dispatch_stack()) or any(
+        isinstance(one, torch.Tensor) and type(one).__torch_dispatch__ is not plain
+        for one in flattened(args)
+    )
+
+
+def flattened(tensors: Any) -> list[Any]:
+    """Return the tensors of a list of lists."""
+    if not isinstance(tensors, list | tuple):
+        return [tensors]
+    return [tensor for part in tensors for tensor in flattened(part)]
+
+
+_Mode: Any = TorchDispatchMode  # it has no types
+
+
+class _PlainCall(_Mode):  # type: ignore[misc]
+    """Makes the `call` itself when the dispatcher arrives at tensors that are no subclass."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self._call = call
+        self.works: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        tensors = [*itertools.takewhile(lambda one: isinstance(one, torch.Tensor | list), args)]
+        fake = any(isinstance(one, FakeTensor) for one in flattened(tensors))
+        with without_modes():
+            if needs_dispatcher(tensors) and not fake:
+                return NotImplemented
+        shown = func(*args, **(kwargs or {}))  # to the other modes
+        if func.namespace == "c10d" and not fake:
+            with without_modes():
+                self.works.append(self._call(*tensors))
+        return shown
+
+
+def call_by_dispatcher(
+    group: Any, name: str, args: Sequence[Any], named: Any, call: Callable[..., Any]
 ) -> Any:
-    """Let the active modes of torch's dispatcher see a call; return its handle if that was all.
+    """Let modes and subclasses of tensors see a call, as far as they pass it on to ``call``.
 
     A process group in Python is called past the dispatcher. So the method `name` is called first of
-    a group in C++ that transfers nothing (`FakeProcessGroup`, 2.1 and newer). That is all there is
-    to do for fake tensors.
+    a group in C++ that transfers nothing (`FakeProcessGroup`, 2.1 and newer). Its operation has the
+    tensors first: those of the program, of a fake, or those that a subclass stands for.
     """
     from torch._C import _distributed_c10d
-    from torch._subclasses.fake_tensor import FakeTensor
 
     fake = _find(_distributed_c10d, "FakeProcessGroup")
     make: Any = getattr(fake, "_create_internal", fake)  # in older versions, the class itself
@@ -194,8 +241,9 @@ def show_to_modes(
         double._register_backend(torch.device(device), kind, make(*place))
     double._set_default_backend(kind)
     method = getattr(double, name, None) or getattr(double, _OLD_NAMES[name])
-    work = method(*args, **named)
-    return work if any(isinstance(tensor, FakeTensor) for tensor in tensors) else None
+    with _PlainCall(lambda *tensors: call(*tensors, *args[len(tensors) :], **named)) as plain:
+        work = method(*args, **named)
+    return plain.works[-1] if plain.works else work
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
@@ -463,27 +511,37 @@ def threads_as_processes() -> Generator[None]:
     """Within the block, torch keeps for each thread what it keeps in C++ for a process.
 
     That is the registry in which functional collectives find their group by its name
-    (`_set_thread_isolation_mode`, 2.6 and newer). A profiler raises: torch crashes if several
-    threads of a process have one.
+    (`_set_thread_isolation_mode`, 2.6 and newer). A profiler raises.
     """
     from torch._C import _distributed_c10d
 
     isolate = _find(_distributed_c10d, "_set_thread_isolation_mode")
-    profile: Any = torch.autograd.profiler.profile
-    prepare = profile._prepare_trace
+    profilers: Any = torch.autograd.profiler, torch.profiler
+    starts = (
+        (profilers[0].profile, "_prepare_trace"),
+        (profilers[1].ExecutionTraceObserver, "start"),
+    )
+    before = [getattr(owner, name) for owner, name in starts]
     _isolating.append(isolate)
     isolate(True)
-    profile._prepare_trace = _refuse_profiler
+    for owner, name in starts:
+        setattr(owner, name, _refuse_profiler)
     try:
         yield
     finally:
-        profile._prepare_trace = prepare
+        for (owner, name), start in zip(starts, before, strict=True):
+            setattr(owner, name, start)
         _isolating.pop()
         isolate(bool(_isolating))
 
 
+class ProfilerRefused(RuntimeError):
+    """A profiler of torch cannot work where ranks are threads."""
+
+
 def _refuse_profiler(profiler: object) -> NoReturn:
-    raise RuntimeError(
-        "torch cannot profile several threads of one process: profile in a world of processes, "
+    raise ProfilerRefused(
+        "torch.profiler, torch.autograd.profiler and ExecutionTraceObserver record a process, and "
+        "torch crashes if several of its threads start one: profile in a world of processes, "
         "kind='processes'"
     )

@@ -236,8 +236,10 @@ def trim_stack(stack: Sequence[str]) -> list[str]:
 # -- what is raised --------------------------------------------------------------------------------
 
 
-def results_of(run: WorldRun, replay: str) -> list[Any]:
+def results_of(run: WorldRun, replay: str, *, equal_rounds: bool = True) -> list[Any]:
     """Return the result of each rank, or raise the error of the world; `replay` is noted on errors.
+
+    With `equal_rounds`, ranks must have made as many calls as the others.
 
     The errors are removed from the run. The frames of an error refer to the run, and such a cycle
     would keep all variables until the garbage collector runs.
@@ -245,6 +247,8 @@ def results_of(run: WorldRun, replay: str) -> list[Any]:
     __tracebackhide__ = True
     try:
         _raise_failures(run, replay)
+        if equal_rounds and not run.struck and not any(o.torn for o in run.outcomes):
+            _check_equal_rounds(run, replay)
     finally:
         for outcome in run.outcomes:
             outcome.error = None
@@ -271,8 +275,6 @@ def _raise_failures(run: WorldRun, replay: str) -> None:
             rank=died[0],
         )
         raise add_note(error, replay)
-    if not run.struck and not any(outcome.torn for outcome in run.outcomes):
-        _check_equal_rounds(run, replay)
 
 
 def _raise_causes(run: WorldRun, causes: Sequence[RankOutcome], replay: str) -> NoReturn:

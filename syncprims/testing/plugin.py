@@ -100,6 +100,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if suites is not None and not config.pluginmanager.hasplugin("dsession"):  # of pytest-xdist
         terminalreporter.section("launches in worlds of syncprims")
         terminalreporter.line(f"{suites.in_worlds} in worlds")
+        for reason, count in suites.in_processes.items():
+            terminalreporter.line(f"{count} of them again in processes: {reason} in threads")
         for reason, count in suites.left_alone.items():
             terminalreporter.line(f"{count} left to their own launcher: {reason}")
 

@@ -300,6 +300,7 @@ def test_modes_of_the_dispatcher_see_every_call(world: Ranks) -> None:
     """Profilers of communication count calls; fake tensors are computed without communication."""
 
     def program() -> tuple[dict[str, int], list[float]]:
+        import torch.distributed._functional_collectives as functional
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.distributed.tensor import debug
         from torch.testing._internal import two_tensor
@@ -317,8 +318,12 @@ def test_modes_of_the_dispatcher_see_every_call(world: Ranks) -> None:
                 dist.barrier()
             with FakeTensorMode():
                 dist.all_reduce(torch.ones(3))
-            with pytest.raises(TypeError, match="a TwoTensor has no memory of its own"):
-                dist.all_reduce(subclasses.TwoTensor(one, one))
+            two = subclasses.TwoTensor(torch.ones(2), torch.full((2,), 2.0))
+            dist.all_reduce(two)
+            assert (two.a.tolist(), two.b.tolist()) == ([2.0, 2.0], [4.0, 4.0])
+            pending = functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
+            dist.all_reduce(pending)
+            assert pending.item() == 4
             dist.barrier()
             return {str(op): count for op, count in mode.get_comm_counts().items()}, one.tolist()
 

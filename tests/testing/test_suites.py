@@ -48,6 +48,18 @@ def test_spawn(tmp_path):
     mp.start_processes(worker, (2, f"file://{tmp_path}/other"), 2, start_method="fork")
 
 
+def profile(rank, url):
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=url)
+    with torch.profiler.profile() as profiler:
+        total()
+    assert profiler.events()
+    dist.destroy_process_group()
+
+
+def test_profile(tmp_path):
+    spawn(profile, args=(f"file://{tmp_path}/store",), nprocs=2)
+
+
 def test_what_a_rank_raises(tmp_path):
     with pytest.raises(mp.ProcessRaisedException, match="ValueError: a bad rank") as caught:
         mp.spawn(worker, args=(2, f"file://{tmp_path}/store", 1), nprocs=2)
@@ -140,6 +152,14 @@ else:
         def test_wrong(self):
             self.assertEqual(self.rank, 5)
 
+    class TestNoProcesses(TestProcesses):
+        world_size = 0
+
+        def test_sum(self):
+            assert False  # no rank runs it
+
+        test_skipped = test_wrong = None
+
     class TestThreads(base.MultiThreadedTestCase):
         world_size = 3
 
@@ -195,8 +215,10 @@ def run_suite(folder: Path, *options: str) -> str:
 def test_a_suite_runs_unchanged(tmp_path: Path, kind: str) -> None:
     out = run_suite(tmp_path, f"--syncprims-worlds={kind}")
     bases = Path(torch.__file__).parent / "testing/_internal/common_distributed.py"
-    ended = "9 passed, 1 skipped, 1 xfailed" if find_spec("expecttest") else "7 passed"
+    ended = "11 passed, 1 skipped, 1 xfailed" if find_spec("expecttest") else "8 passed"
     if find_spec("expecttest") and "class MultiProcContinuousTest" in bases.read_text():
-        ended = "10 passed, 2 skipped, 2 xfailed"  # not with torch 2.6
+        ended = "12 passed, 2 skipped, 2 xfailed"  # not with torch 2.6
     assert ended in out.splitlines()[-1], out
     assert "1 left to their own launcher: the processes are not joined at once" in out
+    again = "1 of them again in processes: ProfilerRefused in threads"
+    assert (again in out) == (kind == "threads")

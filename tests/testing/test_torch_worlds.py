@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -21,6 +22,7 @@ import torch
 import torch.distributed
 import torch.distributed.nn  # keeps the default group that there is at its import
 from torch import nn
+from torch.profiler import ExecutionTraceObserver
 
 import syncprims as sp
 from syncprims.testing import DeadlockError, explore, run_world, sleep
@@ -367,11 +369,27 @@ def test_a_thread_that_its_rank_does_not_wait_for_is_refused() -> None:
 def test_a_profiler_is_refused_where_ranks_are_threads() -> None:
     def body() -> None:
         dist.init_process_group("gloo")
-        with pytest.raises(RuntimeError, match="profile in a world of processes"):
-            torch.autograd.profiler.profile().__enter__()  # type: ignore[no-untyped-call]
+        for start in torch.autograd.profiler.profile().__enter__, ExecutionTraceObserver().start:
+            with pytest.raises(RuntimeError, match="profile in a world of processes"):
+                start()
         dist.barrier()
 
     run_world(body, 2, torch=True)
+
+
+def test_warnings_are_recorded_by_rank() -> None:
+    def body() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sp.barrier()
+            warnings.warn(f"of rank {sp.get_rank()}", stacklevel=1)
+            sp.barrier()
+        return [str(one.message) for one in caught]
+
+    before = warnings.filters
+    for seed in range(5):
+        assert run_world(body, 2, torch=True, seed=seed) == [["of rank 0"], ["of rank 1"]]
+    assert warnings.filters is before
 
 
 # -- the store -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import ctypes
 import os
 import random
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,9 +100,19 @@ def _find_attribute(module: str, dotted: str, fresh: Callable[[int], Any]) -> _P
     return _Part(fresh, lambda: vars(owner)[name], partial(setattr, owner, name))
 
 
+_WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")
+
+
+def _warning_default(name: str, rank: int) -> Any:
+    value: Any = vars(warnings)[name]
+    return list(value) if name == "filters" else value
+
+
 _ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
     *PROCESS_ATTRIBUTES,
     ("sys", "excepthook", lambda rank: sys.__excepthook__),  # torch adds the rank to it
+    # What `catch_warnings` changes for the time of its block.
+    *(("warnings", name, partial(_warning_default, name)) for name in _WARNINGS),
     ("accelerate.state", "PartialState._shared_state", lambda rank: {}),
     ("accelerate.state", "AcceleratorState._shared_state", lambda rank: {}),
     ("accelerate.state", "GradientState._shared_state", lambda rank: {}),

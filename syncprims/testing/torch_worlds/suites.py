@@ -6,6 +6,7 @@ raises is what suites expect of the launcher. What no world can serve is left to
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import io
 import os
@@ -23,12 +24,15 @@ from typing import Any, NoReturn
 import torch
 
 from syncprims._world.runtime import current
-from syncprims.errors import BackendUnavailable
-from syncprims.testing.errors import UnequalRounds
-from syncprims.testing.world_spec import Kind
-from syncprims.testing.worlds import run_world
+from syncprims.c10d.torch_internals import ProfilerRefused
+from syncprims.errors import ConcurrentCall
+from syncprims.testing.errors import chain_of, leaves
+from syncprims.testing.outcomes import results_of
+from syncprims.testing.world_spec import Kind, WorldSpec, test_context
+from syncprims.testing.worlds import run_once
 
 _LONGEST = 300.0  # seconds of real time for a world, as for a test of torch
+_REFUSED_IN_THREADS = (ProfilerRefused, ConcurrentCall)  # processes can serve it
 
 
 class _Exited(Exception):
@@ -79,15 +83,15 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _copies(objects: Any, count: int, *, spawned: bool) -> list[Any]:
-    """Return copies as processes would have them; the objects themselves if they have no pickle."""
+def _copier(objects: Any, *, spawned: bool) -> Callable[[], Any]:
+    """Return what makes a copy as a process would have it; no copy of what has no pickle."""
     file = io.BytesIO()
     copier = _Copier(file, spawned=spawned)
     try:
         copier.dump(objects)
     except Exception:  # as of a function within a function, which a forked process inherits
-        return [objects] * count
-    return [_Restorer(file.getvalue(), copier.shared).load() for _ in range(count)]
+        return lambda: objects
+    return lambda: _Restorer(file.getvalue(), copier.shared).load()
 
 
 class Suites:
@@ -96,6 +100,7 @@ class Suites:
     def __init__(self, kind: Kind) -> None:
         """Replace the launchers; import torch before the suites do."""
         self.in_worlds = 0  #: launches
+        self.in_processes: Counter[str] = Counter()  #: of those, by what threads have refused
         self.left_alone: Counter[str] = Counter()  #: launches, by the reason
         self._kind: Kind = kind
         self._undo: list[Callable[[], None]] = []
@@ -124,7 +129,6 @@ class Suites:
         :raises _Exited: if a rank calls ``sys.exit`` with a code other than 0.
         """
         self.in_worlds += 1
-        results: list[Any] = []
         variables = dict(os.environ)
 
         def run() -> Any:
@@ -134,21 +138,24 @@ class Suites:
                         del os.environ[name]
                 os.environ.update(variables)
             try:
-                result = program(current().rank)
+                return program(current().rank)
             except SystemExit as end:
                 if end.code:
                     raise _Exited(end.code) from None
-                result = None
-            results.append(result)  # for threads: their number of calls may differ
-            return result
 
+        spec = WorldSpec(run, ranks, self._kind, torch=True, timeout=_LONGEST)
         try:
-            return run_world(run, ranks, kind=self._kind, torch=True, timeout=_LONGEST)
-        except UnequalRounds:  # such a suite passes elsewhere
-            return results
-        except BackendUnavailable:
-            self.in_worlds -= 1
-            raise
+            ended = run_once(spec)
+            # A suite whose ranks make different numbers of calls passes elsewhere.
+            return results_of(ended, test_context.get().replay(ended.seed), equal_rounds=False)
+        except Exception as error:
+            links = [link for leaf in leaves(error) for link in chain_of(leaf)]
+            refused = [link for link in links if isinstance(link, _REFUSED_IN_THREADS)]
+            if self._kind == "processes" or not refused:
+                raise
+        self.in_processes[type(refused[0]).__name__] += 1
+        ended = run_once(dataclasses.replace(spec, kind="processes"))
+        return results_of(ended, "", equal_rounds=False)
 
     # -- functions that start processes -----------------------------------------------------------
 
@@ -167,17 +174,14 @@ class Suites:
                 self.left_alone["the processes are not joined at once"] += 1
                 return before(fn, args, nprocs, join, *rest, **named)
             start_method = rest[1] if len(rest) > 1 else named.get("start_method", "spawn")
-            copies = _copies((fn, args), nprocs, spawned=start_method != "fork")
+            copy = _copier((fn, args), spawned=start_method != "fork")
 
             def program(rank: int) -> None:
-                mine, its_args = copies[rank]
+                mine, its_args = copy()
                 mine(rank, *its_args)
 
             try:
                 self._run(program, nprocs)
-            except BackendUnavailable as error:
-                self.left_alone[str(error)] += 1
-                return before(fn, args, nprocs, join, *rest, **named)
             except _Exited as error:
                 raise module.ProcessExitedException(
                     f"process {_rank_of(error)} terminated with exit code {error.code}",
@@ -202,12 +206,9 @@ class Suites:
                 self.left_alone["elastic_launch of a command, or of several nodes"] += 1
                 return before(launch, *args)
             ranks = config.nproc_per_node
-            copies = _copies(args, ranks, spawned=True)
+            copy = _copier(args, spawned=True)
             try:
-                results = self._run(lambda rank: entry(*copies[rank]), ranks, torchrun=True)
-            except BackendUnavailable as error:
-                self.left_alone[str(error)] += 1
-                return before(launch, *args)
+                results = self._run(lambda rank: entry(*copy()), ranks, torchrun=True)
             except Exception as error:
                 _raise_child_failed(error)
             return dict(enumerate(results))
@@ -236,15 +237,14 @@ class Suites:
                     if mine.destroy_pg_upon_exit:
                         _destroy_groups()
 
-            if getattr(case, "fake_pg", False) or fn in case.special_return_code_checks:
-                self.left_alone["a test that checks how its processes end"] += 1
+            if case.world_size < 1:
+                why = "a test without ranks"
+            elif getattr(case, "fake_pg", False) or fn in case.special_return_code_checks:
+                why = "a test that checks how its processes end"
             else:
-                try:
-                    self._run_test(program, case.world_size, skips, "Process")
-                except BackendUnavailable as error:
-                    self.left_alone[str(error)] += 1
-                else:
-                    return
+                self._run_test(program, case.world_size, skips, "Process")
+                return
+            self.left_alone[why] += 1
             start(case, case.syncprims_process)
             join(case, fn)
 
@@ -305,13 +305,6 @@ class Suites:
             def run(name: str) -> Any:
                 try:
                     self._run_test(partial(program, name), world_size, skips, "Process")
-                except BackendUnavailable as error:
-                    self.left_alone[str(error)] += 1
-                    start(cls, world_size)
-                    for queue in cls.task_queues:
-                        queue.put(name)
-                    results = [queue.get() for queue in cls.completion_queues]
-                    return next((r for r in results if isinstance(r, BaseException)), name)
                 except Exception as error:
                     return error
                 return name
@@ -319,8 +312,7 @@ class Suites:
             cls.rdvz_file = ""
             cls.processes = cls.task_queues = cls.completion_queues = [_Process(run)]
 
-        method: Any = classmethod(spawn_processes)
-        start = self._replace(base, "_spawn_processes", method).__func__
+        self._replace(base, "_spawn_processes", classmethod(spawn_processes))  # type: ignore[arg-type]
 
     def _run_test(
         self, program: Callable[[int], Any], ranks: int, skips: Mapping[Any, str], what: str
@@ -332,7 +324,7 @@ class Suites:
             if error.code in skips:
                 raise unittest.SkipTest(skips[error.code]) from None
             raise RuntimeError(f"{what} {_rank_of(error)} exited with {error.code}") from error
-        except (unittest.SkipTest, BackendUnavailable):
+        except unittest.SkipTest:
             raise
         except Exception as error:
             text = "".join(traceback.format_exception(error))
