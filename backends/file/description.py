@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from .private_dir import PrivateDirectory
@@ -27,6 +27,20 @@ class WorldDescription(NamedTuple):
     ranks: str  #: of this host, by liveness slot
     hosts: Sequence[Sequence[str]] = ()  #: name and ranks of each, if there are several
     slots: Sequence[int] = ()  #: of the ranks of this host, if they are not the first ones
+    #: If there are several hosts, where the ranks publish their :class:`RankDescription`: host,
+    #: port and prefix of the store, what a key begins with, and the seconds between two of them.
+    store: Sequence[Any] = ()
+
+
+class RankDescription(NamedTuple):
+    """What a rank publishes about itself for readers on other hosts, again and again."""
+
+    pid: int
+    now: float  #: of its own clock, as :func:`time.monotonic`
+    #: Of its boards with members on several hosts: the members, its last round and the label of
+    #: that, and what it waits for: a round, since when, and whether for data.
+    boards: Sequence[tuple[str, int, str, Sequence[Any]]]
+    frames: Sequence[Mapping[str, Any]]  #: the stack of its main thread, if it waits at none
 
 
 class BoardDescription(NamedTuple):

@@ -8,7 +8,11 @@ barrier, a flag or a small object touches no device and no process group.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
+import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,7 +25,7 @@ from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Backend, Board, Settings, State, Topology, own_device_index
 
 from ..file.backend import FileBackend
-from ..file.description import WorldDescription
+from ..file.description import RankDescription, WorldDescription
 from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd, read_key
 from .engines import DefaultGroup, GlooEngine, NcclEngine
@@ -44,6 +48,7 @@ dist: Any = torch.distributed  # its types leave out what its documentation name
 _LEAVING = 2.0  # seconds to publish to the other hosts how this rank ends
 _FAILED_LEAVING = 2.0  # seconds that a failed rank serves the store for the others
 _EXIT_GRACE = 6.0  # for a rank of this host that waits to publish how another one ended
+_MOST_FRAMES = 24  # of the stack that is published for readers from outside
 _READ_EVERY = 1.0  # seconds between two readings of what a rank of another host publishes
 
 
@@ -182,8 +187,12 @@ class TorchBackend(Backend):
         """Return what this host's part of the world, with these ranks, belongs to."""
         top = self.topology
         hosts = [[host.name, errors.format_ranks(host.ranks)] for host in self._placement.hosts]
+        ours, store, at = errors.format_ranks(ranks), list[Any](), self._endpoint
+        if at is not None and len(hosts) > 1:
+            every = self.settings.heartbeat / BEATS
+            store = [at.host, at.port, at.prefix, f"{self._placement.token}/rank", every]
         return WorldDescription(
-            top.run_id or "", self.name, top.world_size, errors.format_ranks(ranks), hosts
+            top.run_id or "", self.name, top.world_size, ours, hosts, store=store
         )
 
     # -- boards ---------------------------------------------------------------------------------
@@ -348,6 +357,21 @@ class TorchBackend(Backend):
                 since = self._finished_since.setdefault(slot, time.monotonic())
                 if time.monotonic() - since >= _EXIT_GRACE:
                     self._publish_end_of(store, slot, "finished")
+        key = f"{self._placement.token}/rank/{self.topology.rank}"
+        store.set(key, json.dumps(self._describe_rank()))
+
+    def _describe_rank(self) -> RankDescription:
+        boards = [board.describe() for board in list(self._boards)]
+        frames: list[dict[str, Any]] = []
+        if not any(wait[0] for *_, wait in boards):
+            main = threading.main_thread().ident
+            frame = sys._current_frames().get(main or 0)
+            while frame is not None and len(frames) < _MOST_FRAMES:
+                code = frame.f_code
+                about = {"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno}
+                frames.append(about)
+                frame = frame.f_back
+        return RankDescription(os.getpid(), time.monotonic(), boards, frames)
 
     def _publish_end_of(self, store: Any, slot: int, state: State) -> None:
         """Publish to the other hosts how the rank with this liveness slot has ended."""

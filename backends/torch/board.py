@@ -99,6 +99,7 @@ class TwoLevelBoard(Board):
         self._next_look, self._look_every = 0.0, _FIRST_LOOK
         self._ended: dict[int, MemberEnd] = {}
         self._verdict: bytes | None = None
+        self._wait = WaitView(0)
         self._fence = Fence()
 
     # -- post -----------------------------------------------------------------------------------
@@ -316,7 +317,14 @@ class TwoLevelBoard(Board):
 
     def publish_wait(self, wait: WaitView) -> None:
         """Record on this host what this rank waits for."""
+        self._wait = wait
         self.local.publish_wait(wait)
+
+    def describe(self) -> tuple[str, int, str, Sequence[Any]]:
+        """Return what a :class:`RankDescription` has of this board; on the link's thread."""
+        label = self.local.posted_note(self.posted).label
+        text = label.encode().decode("latin-1")
+        return errors.format_ranks(self.members), self.posted, text, self._wait[:3]
 
     # -- abort ----------------------------------------------------------------------------------
 

@@ -174,8 +174,8 @@ class StoreEndpoint:
         self.refusal: OSError | None = None  #: what the last attempt to reach it raised
         self.peer: tuple[int, Any] | None = None  #: its address family and address, once reached
         self.kept: Any = None  #: a store that must live as long as this
-        self._port = port
-        self._prefix = prefix
+        self.port = port
+        self.prefix = prefix
         self._timeout = timedelta(seconds=join_timeout)
 
     def await_served(self, closing: threading.Event) -> None:
@@ -190,7 +190,7 @@ class StoreEndpoint:
             return
         while not closing.wait(TRY_AGAIN if self.refusal else 0):
             try:
-                with socket.create_connection((self.host, self._port), _ONE_ATTEMPT) as reached:
+                with socket.create_connection((self.host, self.port), _ONE_ATTEMPT) as reached:
                     self.peer = reached.family, reached.getpeername()
             except OSError as error:  # it is not served yet, or its name is not known yet
                 self.refusal = error
@@ -202,10 +202,10 @@ class StoreEndpoint:
     def connect(self) -> Any:
         """Return a new connection, for one thread; it blocks until the store is served."""
         store = dist.TCPStore(
-            self.host, self._port, is_master=False, timeout=self._timeout, wait_for_workers=False
+            self.host, self.port, is_master=False, timeout=self._timeout, wait_for_workers=False
         )
         store.set_timeout(_FOREVER)
-        return dist.PrefixStore(self._prefix, store)
+        return dist.PrefixStore(self.prefix, store)
 
     def serve(self) -> None:
         """Serve the store in this process.
@@ -217,7 +217,7 @@ class StoreEndpoint:
         try:
             # Several tenants: a process group that the program makes at the same address shares it.
             self._served[self.address] = dist.TCPStore(
-                self.host, self._port, is_master=True, wait_for_workers=False, multi_tenant=True
+                self.host, self.port, is_master=True, wait_for_workers=False, multi_tenant=True
             )
         except RuntimeError as error:
             raise BackendUnavailable(

@@ -26,6 +26,7 @@ from .background import Background
 from .call_site import NoteCache
 from .deadlock import DeadlockDetector
 from .diagnosis import Snapshot, compare_sites, mismatch_error
+from .threads import log_stacks
 
 T = TypeVar("T")
 
@@ -374,6 +375,7 @@ class Rounds:
         pause = self._first_look
         # Where time is virtual, a wait without a deadline lasts forever.
         warn_at = begin + (warn_every if deadline < math.inf or pause < math.inf else math.inf)
+        dump_at = math.inf if board.virtual_time else begin + self.settings.dump_after
         board.publish_wait(WaitView(number, begin, not at_board, deadline))
         try:
             while True:
@@ -405,7 +407,11 @@ class Rounds:
                     logging.getLogger("syncprims").warning(seen.warning + hint)
                     warn_every *= 2
                     warn_at = now + warn_every
-                until = min(now + pause, warn_at, deadline if now < deadline else math.inf)
+                if now >= dump_at:
+                    log_stacks(f"after {now - begin:.0f} s in {seen.call}")
+                    dump_at = math.inf
+                ends = deadline if now < deadline else math.inf
+                until = min(now + pause, warn_at, dump_at, ends)
                 came = attempt(max(until - now, 0.001))
                 if came is not None:
                     return came

@@ -108,6 +108,17 @@ def look_at_threads(look: Callable[[FrameType], T]) -> dict[int, T]:
         frames.clear()
 
 
+def log_stacks(when: str) -> None:
+    """Log where each thread of this process is, its innermost call last."""
+    import logging  # slow to import, as the other one is
+    import traceback
+
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = look_at_threads(lambda frame: "".join(traceback.format_stack(frame)))
+    text = "".join(f"thread {names.get(ident, ident)}:\n{at}" for ident, at in stacks.items())
+    logging.getLogger("syncprims").warning(f"all threads of this rank {when}:\n{text}")
+
+
 def _threads_with_work(threads: Iterable[threading.Thread]) -> set[int | None]:
     """Return the threads of pools that have work which no thread has begun."""
     module = sys.modules.get("concurrent.futures.thread")

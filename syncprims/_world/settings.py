@@ -15,6 +15,7 @@ _PREFIX = "SYNCPRIMS_"
 _OURS = {
     "BACKEND",
     "DIR",
+    "DUMP_AFTER",
     "ELASTIC",
     "ERROR_FILE",
     "HEARTBEAT",
@@ -45,6 +46,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         timeout=_read_seconds(environ, "SYNCPRIMS_TIMEOUT"),
         join_timeout=_read_seconds(environ, "SYNCPRIMS_JOIN_TIMEOUT") or default.join_timeout,
         warn_after=_read_seconds(environ, "SYNCPRIMS_WARN_AFTER") or default.warn_after,
+        dump_after=_read_seconds(environ, "SYNCPRIMS_DUMP_AFTER") or default.dump_after,
         directory=environ.get("SYNCPRIMS_DIR") or None,
         runtime_directory=environ.get("XDG_RUNTIME_DIR") or None,
         pickle=_read_switch(environ, "SYNCPRIMS_PICKLE", default=True),

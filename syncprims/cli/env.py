@@ -32,6 +32,7 @@ SETTINGS = (
     ("SYNCPRIMS_TIMEOUT", "no limit where the backend sees death, else 1800 s"),
     ("SYNCPRIMS_JOIN_TIMEOUT", "300 s"),
     ("SYNCPRIMS_WARN_AFTER", "30 s"),
+    ("SYNCPRIMS_DUMP_AFTER", "no limit"),
     ("SYNCPRIMS_DIR", "$XDG_RUNTIME_DIR, else shared memory"),
     ("SYNCPRIMS_RUN_ID", "the launcher's"),
     ("SYNCPRIMS_HEARTBEAT", "10 s"),

@@ -17,17 +17,19 @@ import collections
 import contextlib
 import errno
 import functools
+import itertools
 import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from syncprims import errors
 from syncprims._system.host import free_port
@@ -227,7 +229,7 @@ _LATE = (
     "import os, sys; from syncprims.cli.launcher import _prepare; _prepare(int(sys.argv[1])); "
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
-_LONGEST_BACK_OFF = 30.0  # seconds between two replacements
+_LONGEST_BACK_OFF = 30.0  # seconds before a restart or a replacement
 
 
 class _Launcher:
@@ -242,8 +244,10 @@ class _Launcher:
         }
         self._directory = self._variables.get("SYNCPRIMS_DIR")
         self._received: list[int] = []  # signals that ask us to end
-        self._output = Output(sys.stdout, sys.stderr, self._received)
+        self._facts: dict[str, Any] | None = {"host": socket.gethostname()} if plan.json else None
+        self._output = Output(sys.stdout, sys.stderr, self._received, self._facts)
         self._spare = find_children()  # of the program that calls this: no part of the run
+        self._began: list[float] = []  # restarts and replacements: when they were granted
         # Of the present start:
         self._lost: list[_RankProcess] = []  # without which the others go on
         self._replace_at: list[tuple[float, int]] = []  # when to start a process, for which rank
@@ -273,12 +277,9 @@ class _Launcher:
                     f"--log-dir {self._plan.log_dir}: {refusal.strerror}; name a directory in "
                     f"which this user may write"
                 ) from refusal
-        restarts = 0 if self._plan.least else self._plan.max_restarts
-        for restart in range(restarts + 1):
-            if restart:
-                self._report()
-                self._output.say(f"syncprims run: restart {restart} of {self._plan.max_restarts}")
-                shutil.rmtree(scratch / str(restart - 1), ignore_errors=True)
+        for restart in itertools.count():
+            if self._facts is not None:
+                self._facts["restart"] = restart
             folder = scratch / str(restart)
             folder.mkdir()
             self._variables |= {
@@ -288,7 +289,18 @@ class _Launcher:
                 "MASTER_PORT": str(free_port()),
             }
             self._run_once(folder, guard)
-            if not self._failed or self._received:
+            if not self._failed or self._received or self._plan.least:
+                break
+            if (again := self._grant()) is None:
+                break
+            self._report()
+            self._output.say(f"syncprims run: restart {again[1]}")
+            self._failed = []
+            shutil.rmtree(folder, ignore_errors=True)
+            until = time.monotonic() + again[0]
+            while time.monotonic() < until and not self._received:
+                time.sleep(_POLL_INTERVAL)
+            if self._received:
                 break
         if self._failed:
             return self._report()
@@ -415,17 +427,27 @@ class _Launcher:
             self._failed, self._lost = self._failed + self._lost, []
         elif not self._failed:
             for rank in failed:
-                count = len(self._ranks) - self._plan.ranks + len(self._replace_at)
                 text = "no replacement is left"
-                if count < self._plan.max_restarts:
-                    pause = min(2.0 ** (count - 1), _LONGEST_BACK_OFF) if count else 0.0
-                    self._replace_at.append((time.monotonic() + pause, rank.rank))
-                    text = f"replacement {count + 1} of {self._plan.max_restarts} comes"
-                    text += f" in {pause:g} s" if pause else ""
+                if again := self._grant():
+                    self._replace_at.append((time.monotonic() + again[0], rank.rank))
+                    text = f"replacement {again[1]}"
                 ranks = f"{len(left)} rank{'s' * (len(left) > 1)}"
                 self._output.say(
                     f"syncprims run: lost rank {rank.rank} {rank.ended.how}; {ranks} left, {text}"
                 )
+
+    def _grant(self) -> tuple[float, str] | None:
+        """Grant a restart, or a replacement: after how many seconds, and which of how many it is.
+
+        None if as many were granted as the plan allows, within its window of time.
+        """
+        now, most = time.monotonic(), self._plan.max_restarts
+        count = sum(now - at < self._plan.restart_window for at in self._began)
+        if count >= most:
+            return None
+        self._began.append(now)
+        pause = min(2.0 ** (count - 1), _LONGEST_BACK_OFF) if count else 0.0
+        return pause, f"{count + 1} of {most}" + (f" in {pause:g} s" if pause else "")
 
     def _start_replacements(self, folder: Path, guard: _Guard) -> None:
         due = [entry for entry in self._replace_at if entry[0] <= time.monotonic()]
@@ -486,11 +508,11 @@ def describe_failure(failed: Sequence[EndedRank], stopped: Sequence[int]) -> tup
     `failed` are the ranks that failed, in the order in which they ended; `stopped` were ended.
     """
     causes = [end for end in failed if not end.follows]
-    first, verb = (causes or failed)[0], "failed first"
-    leaders = [first]
-    if not causes:  # all have the same verdict, and no rank was first
-        leaders = [end for end in failed if end.kind == first.kind]
-        verb = "failed together" if len(failed) > 1 else "failed"
+    first = (causes or failed)[0]
+    # With the same error, or the same verdict, no rank was first.
+    leaders = [end for end in causes if end.how == first.how]
+    leaders = leaders or [end for end in failed if end.kind == first.kind]
+    verb = "failed together" if len(leaders) > 1 else "failed first" if causes else "failed"
     ways = collections.defaultdict[str, list[int]](list)
     for end in failed:
         if causes and end.follows:

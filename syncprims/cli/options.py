@@ -152,6 +152,9 @@ class Options:
     max_restarts: int | None = _option(number(int, 0, "a number of restarts"), RANKS,
         "how often to start all ranks again after one has failed; with --elastic, how many "
         "replacements to start (default: 0)", "N")
+    restart_window: float | None = _option(SECONDS, RANKS,
+        "count only the restarts of so many last seconds against --max-restarts (default: all)",
+        "SECONDS")
     elastic: tuple[int, int] | None = _option(span, RANKS,
         "start MAX ranks, and go on after losses while at least MIN of them live; the script calls "
         "reform()", "MIN:MAX")
@@ -159,6 +162,8 @@ class Options:
         "seconds that the ranks have to stop after SIGTERM or Ctrl-C (default: 30)", "SECONDS")
     log_dir: str | None = _option(word, RANKS,
         "add what each rank prints to the file rank-N.log in this directory, too", "DIR")
+    json: bool = _option(switch, RANKS,
+        "print each line as a JSON object, with time, rank, host, restart and stream")
     backend: str | None = _option(word, BACKEND,
         "where the ranks meet: file (shared memory of one host, no torch), torch, gloo, nccl, "
         "single, or a plug-in's (default: $SYNCPRIMS_BACKEND, else nccl with --gpus, else torch "

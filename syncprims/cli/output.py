@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import math
 import os
 import select
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
 _LONGEST_LINE = 1 << 20  # bytes without an end of line, after which one is added
 _LOOKS = 5  # at most, for what came before what has been seen
@@ -131,17 +132,20 @@ class _Screen:
 class Sink:
     """An output stream of the launcher."""
 
-    def __init__(self, stream: TextIO, screen: _Screen) -> None:
+    def __init__(
+        self, stream: TextIO, name: str, screen: _Screen, facts: Mapping[str, Any] | None
+    ) -> None:
         self._stream = stream
+        self._name = name
         self._screen = screen
-        self.is_terminal = stream.isatty()
+        self._facts = facts
+        self.is_terminal = stream.isatty() and facts is None
         self.error: OSError | None = None  #: the first failed write
 
     def write(self, source: Source | None, lines: list[bytes]) -> None:
         """Write complete lines of `source`, or of the launcher itself."""
-        prefix, screen = _prefix(source), self._screen
-        # A line of `get_logger` begins with the rank already.
-        data = b"".join(b"%b%b\n" % (prefix, line.removeprefix(prefix)) for line in lines)
+        screen = self._screen
+        data = b"".join(self._line(source, line) for line in lines)
         if screen.owner is None:
             pass
         elif screen.owner is source and data.startswith(screen.text):
@@ -157,13 +161,23 @@ class Sink:
             screen.owner = None
         self._write(data)
 
+    def _line(self, source: Source | None, line: bytes) -> bytes:
+        prefix = _prefix(source)
+        line = line.removeprefix(prefix)  # a line of `get_logger` begins with it
+        if self._facts is None:
+            return prefix + line + b"\n"
+        rank, text = None if source is None else source.rank, line.decode(errors="replace")
+        about = {"time": round(time.time(), 3), "rank": rank, **self._facts, "stream": self._name}
+        return json.dumps({**about, "line": text}).encode() + b"\n"
+
     def show_unfinished(self, source: Source, text: bytes) -> None:
         """Show a line that has not ended: a prompt, or on a terminal the state of a progress bar.
 
         There is one such line on a terminal: that of the first rank to have one, or of rank 0.
         """
         screen = self._screen
-        if not text or (screen.owner not in (source, None) and source.rank):
+        others = screen.owner not in (source, None) and source.rank
+        if not text or others or self._facts is not None:
             return
         text = _prefix(source) + text
         if self.is_terminal:
@@ -200,16 +214,23 @@ def _prefix(source: Source | None) -> bytes:
 class Output:
     """The standard streams of the launcher, as the ranks use them.
 
-    `interrupts` are the signals that have asked the launcher to end.
+    `interrupts` are the signals that have asked the launcher to end. With `facts`, each line is a
+    JSON object that has them.
     """
 
-    def __init__(self, stdout: TextIO, stderr: TextIO, interrupts: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        stdout: TextIO,
+        stderr: TextIO,
+        interrupts: Sequence[int] = (),
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         self._interrupts = interrupts
         screen = _Screen()
-        self.stdout = Sink(stdout, screen)
+        self.stdout = Sink(stdout, "stdout", screen, facts)
         # Two terminals are one, most likely; a file has a line of its own.
         both = self.stdout.is_terminal and stderr.isatty()
-        self.stderr = Sink(stderr, screen if both else _Screen())
+        self.stderr = Sink(stderr, "stderr", screen if both else _Screen(), facts)
         self._said = collections.deque[list[bytes]]()
         self._added = collections.deque[Source]()
         self._thread: threading.Thread | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -26,9 +27,11 @@ class LaunchPlan(NamedTuple):
     variables: dict[str, str]  #: to set for all ranks
     torchrun: list[str]  #: the command that starts torchrun instead; empty on one node
     max_restarts: int = 0  #: of all ranks on this machine, after one has failed
+    restart_window: float = math.inf  #: seconds within which there may be so many
     least: int | None = None  #: ranks that go on after losses; then lost ones are replaced
     grace: float = 30.0  #: seconds between a signal to stop and SIGKILL
     log_dir: str | None = None  #: where the output of each rank is written, too
+    json: bool = False  #: whether each line of the output is a JSON object
 
 
 def merge(flags: Mapping[str, Any], file: Mapping[str, Any]) -> Options:
@@ -81,10 +84,24 @@ def plan_launch(
         )
     command = [sys.executable, "-u", *script]
     least = options.elastic[0] if options.elastic else None
-    restarts, grace = options.max_restarts or 0, options.grace or 30.0
-    if torchrun and options.log_dir:
-        raise ConfigurationError("--log-dir is for one node; torchrun has a --log-dir of its own")
-    return LaunchPlan(command, ranks, variables, torchrun, restarts, least, grace, options.log_dir)
+    for key in ("grace", "log_dir", "restart_window", "json") if torchrun else ():
+        if getattr(options, key):
+            raise ConfigurationError(
+                f"{BY_KEY[key].flag} is for one node; torchrun, which starts the ranks of several, "
+                f"has flags of its own: `torchrun --help`"
+            )
+    return LaunchPlan(
+        command,
+        ranks,
+        variables,
+        torchrun,
+        options.max_restarts or 0,
+        options.restart_window or math.inf,
+        least,
+        options.grace or 30.0,
+        options.log_dir,
+        options.json,
+    )
 
 
 def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:

@@ -9,8 +9,8 @@ examples:
   syncprims who my-run --watch 2      of this run id, again every 2 s
   syncprims who --json --stuck-after 600   for a watchdog
 
-Several hosts: run it on each. It shows the ranks there, and what they know of the others. Run it as
-the user of the job, or as root.
+Several hosts: it shows the ranks of this one, and what they know of the others; with --all-hosts,
+all ranks. Run it as the user of the job, or as root.
 
 exit code: 0 if all ranks move, or no world runs here; 3 if a rank has waited for --stuck-after
 seconds; 2 if there is no such world, or it cannot be read. If all ranks are in collectives of
@@ -38,17 +38,25 @@ _PAUSE = 0.1  # seconds between the first two looks
 _COLOURS = {"moving": "green", "waiting": "yellow", "torch": "yellow", "ended": "bold"}
 
 
-def add_arguments(parser: CommandParser) -> None:
-    """Add the arguments of the command."""
+def add_world(parser: CommandParser) -> None:
+    """Add the argument that chooses a world."""
     parser.add_argument(
         "which", nargs="?", metavar="RUN|DIR|PID",
         help="a run id, a directory in which ranks meet, or a process; by default all worlds here",
     )  # fmt: skip
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """Add the arguments of the command."""
+    add_world(parser)
     parser.add_argument(
         "--watch",
         type=SECONDS,
         metavar="SECONDS",
         help="look again, with this pause, until it ends",
+    )
+    parser.add_argument(
+        "--all-hosts", action="store_true", help="also the ranks of other hosts, from the store"
     )
     parser.add_argument("--json", action="store_true", help="for programs: a line for each world")
     parser.add_argument(
@@ -63,11 +71,13 @@ def run(options: argparse.Namespace) -> int:
     pause, watched = options.watch or _PAUSE, options.watch is not None
     code = 0
     with (
-        contextlib.closing(Observation(options.which, options.stuck_after)) as observation,
+        contextlib.closing(
+            Observation(options.which, options.stuck_after, options.all_hosts)
+        ) as observation,
         contextlib.suppress(KeyboardInterrupt) if watched else contextlib.nullcontext(),
     ):
         observation.look()
-        time.sleep(min(_PAUSE, pause))
+        time.sleep(max(observation.pause, min(_PAUSE, pause)))
         while (reports := observation.look()) or not watched:
             if not watched and any(map(_may_get_stuck, reports)):
                 time.sleep(_PAUSE)  # nothing says since when: so it is watched
@@ -81,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
                 print(text, flush=True)  # noqa: T201
             if not watched:
                 break
-            time.sleep(pause)
+            time.sleep(max(observation.pause, pause))
     return code
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _PAUSE = 0.1  # seconds between the two looks of `who`
 _BUSY = 0.5  # of a processor: such a process computes
+_MOST_WORKERS = 4  # processes of a rank that are looked at
 _STACKS_EVERY = 2.0  # seconds between two readings of Python stacks
 
 
@@ -44,6 +45,7 @@ class RankReport(NamedTuple):
     site: str | None  #: the ``file:line`` of that call
     group: list[int] | None  #: whose call it is, if not that of all ranks
     round: int  #: how many rounds of that group it has taken part in, with the one under way
+    rounds: int  #: the same, of all its groups
     waiting_s: float | None  #: how long it has waited in that call; None if it does not
     behind: int  #: how many rounds others of that group are ahead
     processor: float | None  #: the share of a processor that it used last
@@ -60,6 +62,8 @@ class WorldReport(NamedTuple):
     verdict: Verdict
     path: str  #: the directory in which the ranks of this host meet
     last_barrier: str | None  #: with a name, that all have passed
+    restart: int | None  #: how often the run was started again, if the launcher says it
+    idle_s: float | None  #: for how long no round was completed; None if no call shows that
 
 
 class _Look(NamedTuple):
@@ -71,30 +75,42 @@ class _Look(NamedTuple):
 
 
 def who(
-    which: str | int | os.PathLike[str] | None = None, *, stuck_after: float = 30.0
+    which: str | int | os.PathLike[str] | None = None,
+    *,
+    stuck_after: float = 30.0,
+    all_hosts: bool = False,
 ) -> list[WorldReport]:
     """Return what every rank of the worlds on this host does, and what each world waits for.
 
     `which` is a run id, a directory in which ranks meet, or the pid of a rank or of its launcher;
     None takes all worlds of this user. A wait of at least `stuck_after` seconds makes a verdict
-    `stuck`. The job is not touched: nothing is written, locked, signalled or stopped.
+    `stuck`. With `all_hosts`, what ranks of other hosts do is read from the store of the run. The
+    job is not touched: nothing is written, locked, signalled or stopped.
 
     :raises ConfigurationError: if there is no such world, or it belongs to another user.
     :raises BackendUnavailable: on a system where worlds cannot be read.
     """
-    with contextlib.closing(Observation(which, stuck_after)) as observation:
+    with contextlib.closing(Observation(which, stuck_after, all_hosts)) as observation:
         observation.look()
-        time.sleep(_PAUSE)
+        time.sleep(observation.pause)
         return observation.look()
 
 
 class Observation:
     """Looks at worlds repeatedly."""
 
-    def __init__(self, which: str | int | os.PathLike[str] | None, stuck_after: float) -> None:
+    def __init__(
+        self,
+        which: str | int | os.PathLike[str] | None,
+        stuck_after: float,
+        all_hosts: bool = False,
+    ) -> None:
         """Find the worlds, as :func:`who`."""
         self._which = which
         self._stuck_after = stuck_after
+        self._all_hosts = all_hosts
+        self._clocks: dict[str, dict[int, float]] = {}  # by world: of the ranks of other hosts
+        self.pause = _PAUSE  #: seconds between two looks, at least
         self._before: dict[str, _Look] = {}
         self._lines: dict[int, str] = {}
         self._lines_at = float("-inf")
@@ -117,6 +133,8 @@ class Observation:
                 if unknown and view.pids:
                     started = processes.find_started(view.pids.values(), unknown)
                     view = view._replace(pids={**view.pids, **started})
+                if self._all_hosts and view.store:
+                    view = self._add_other_hosts(reader.path, view)
                 samples = {rank: processes.sample(pid) for rank, pid in view.pids.items()}
                 look = seen[reader.path] = _Look(view, time.monotonic(), samples)
                 before = self._before.get(reader.path, look)
@@ -126,6 +144,13 @@ class Observation:
                 reports.append(report)
         self._before = seen
         return reports
+
+    def _add_other_hosts(self, path: str, view: WorldView) -> WorldView:
+        from .worlds import add_other_hosts
+
+        self.pause = max(self.pause, 1.5 * view.store[-1])  # until each has published again
+        before = self._before[path].view.others if path in self._before else {}
+        return add_other_hosts(view, before, self._clocks.setdefault(path, {}))
 
     def close(self) -> None:
         """Release what is open."""
@@ -172,20 +197,22 @@ class Observation:
 
     def _report(self, path: str, before: _Look, now: _Look) -> WorldReport:
         view, waits = now.view, _common_waits(before, now)
+        seen = {*view.pids, *view.others}
         idle: set[int] = set()  # visible ranks that others wait for: stopped, or outside of a wait
         for wait in waits.values():
             if wait.seconds >= min(NOTABLE, self._stuck_after):
                 for rank in wait.missing or wait.board.members:
                     stopped = rank in view.pids and now.samples[rank].state in "Tt"
-                    if stopped or (wait.missing and rank in view.pids and rank not in waits):
+                    if stopped or (wait.missing and rank in seen and rank not in waits):
                         idle.add(rank)
         if idle and time.monotonic() - self._lines_at >= _STACKS_EVERY:
-            running = [view.pids[r] for r in sorted(idle) if now.samples[r].state not in "TtZ"]
-            workers = {pid: sorted(find_descendants(pid))[:1] for pid in running}
+            local = [rank for rank in sorted(idle) if rank in view.pids]
+            running = [view.pids[rank] for rank in local if now.samples[rank].state not in "TtZ"]
+            workers = {pid: sorted(find_descendants(pid))[:_MOST_WORKERS] for pid in running}
             self._lines = processes.python_lines([*running, *itertools.chain(*workers.values())])
-            for pid, (worker,) in [(p, w) for p, w in workers.items() if w]:
-                if worker in self._lines:  # such as one of a loader
-                    theirs = f"its process {worker} is in {self._lines[worker]}"
+            for pid in running:
+                for worker in [one for one in workers[pid] if one in self._lines][:1]:
+                    theirs = f"its process {worker} is in {self._lines[worker]}"  # as of a loader
                     self._lines[pid] = f"{self._lines.get(pid, 'C')}; {theirs}"
             self._lines_at = time.monotonic()
         rows = [
@@ -193,7 +220,9 @@ class Observation:
             for rank in range(view.world_size)
         ]
         doing = {row.rank: row.doing for row in rows if row.rank in idle and row.doing}
+        doing |= {rank: f"is {what}" for rank, what in doing.items() if rank in view.others}
         barrier = view.boards[0].last_barrier if view.boards else None
+        waited = max((wait.seconds for wait in waits.values()), default=None)
         return WorldReport(
             view.run_id,
             view.backend,
@@ -202,6 +231,8 @@ class Observation:
             judge(view, waits, doing, self._stuck_after),
             path,
             None if barrier is None else str(barrier),
+            processes.count_restarts(view.pids.values()),
+            0.0 if _rounds(now) != _rounds(before) else waited and round(waited, 3),
         )
 
     def _look_into_torch(self, report: WorldReport, before: _Look, now: _Look) -> WorldReport:
@@ -210,10 +241,7 @@ class Observation:
         Nothing but their lines shows that. They count if no rank has made a call since the look
         before, and each that runs here is in such a collective.
         """
-        rounds, since = [
-            [[one.rounds for one in board.statuses.values()] for board in look.view.boards]
-            for look in (now, before)
-        ]
+        rounds, since = _rounds(now), _rounds(before)
         running = {row.rank: row.pid for row in report.ranks if row.state == "running" and row.pid}
         lines: dict[int, str] = {}
         if before is not now and rounds == since and running:
@@ -253,6 +281,10 @@ def _activity(pid: int, before: ProcessSample, now: ProcessSample, used: float |
         where = f" ({now.channel})" if now.syscall and now.channel else ""
         return f"sleeps in {now.syscall or now.channel}{where}"
     return "sleeps" if now.state == "S" else ""
+
+
+def _rounds(look: _Look) -> list[list[int]]:
+    return [[one.rounds for one in board.statuses.values()] for board in look.view.boards]
 
 
 def _lives(view: WorldView) -> bool:
@@ -303,7 +335,15 @@ def _report_rank(
             state = "waiting"
         else:
             state = "uninterruptible" if sample.state == "D" == earlier.state else "running"
-    doing = f"on host {view.hosts[rank]}" if state == "elsewhere" and rank in view.hosts else ""
+    doing = ""
+    if rank in view.hosts and (state == "elsewhere" or rank in view.others):
+        doing = f"on host {view.hosts[rank]}"
+    if about := view.others.get(rank):
+        doing += f" (pid {about.pid})"
+        if state == "elsewhere":
+            doing += ": it is stopped, or in C code that holds Python's lock, or has ended"
+        elif line := processes.innermost(about.frames):
+            doing += f", in {line}"
     if pid is not None and lines is not None:
         doing = _activity(pid, earlier, sample, used)
         if doing and pid in lines:
@@ -324,6 +364,7 @@ def _report_rank(
         None if label is None else label.site,
         group,
         max(0, number),
+        sum(one.statuses[rank].rounds for one in view.boards if rank in one.statuses),
         None if wait is None else round(wait.seconds, 3),
         max(0, behind),
         used,

@@ -46,7 +46,8 @@ _INSTALLED = r"/site-packages/|/lib/python3|^<"  # files that are not the user's
 _OF_TORCH = r"/torch/(distributed|nn/parallel|autograd|cuda)/"  # files of its collectives
 #: How the line of a process ends that is in a collective of torch.
 IN_TORCH = " of torch"
-_MOST_STACKS = 8  # of one look
+_LONGEST_PATH = 256  # bytes
+_MOST_STACKS = 16  # of one look
 _STACK_TIMEOUT = 5.0  # seconds
 
 
@@ -90,6 +91,16 @@ def find_started(joined: Iterable[int], ranks: Iterable[int]) -> dict[int, int]:
     return found
 
 
+def count_restarts(pids: Iterable[int]) -> int | None:
+    """Return how often the ranks were started again, as their launcher has told these processes."""
+    for pid in pids:
+        for variable in _read(f"/proc/{pid}/environ").split("\0"):
+            name, _, value = variable.partition("=")
+            if name in ("SYNCPRIMS_RESTART", "TORCHELASTIC_RESTART_COUNT") and value.isdecimal():
+                return int(value)
+    return None
+
+
 def share(before: ProcessSample, now: ProcessSample) -> float | None:
     """Return the share of a processor that a process has used between two samples."""
     if "?" in (before.state, now.state) or now.at <= before.at:
@@ -103,10 +114,14 @@ def _system_call(pid: int) -> str:
     if not number.isdecimal():
         return ""
     name = _CALLS.get(platform.machine(), {}).get(int(number), f"system call {number}")
-    if name in _WITH_FILE and arguments:
-        with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):
+        if name in _WITH_FILE and arguments:
             file = os.readlink(f"/proc/{pid}/fd/{int(arguments[0], 16)}")  # noqa: PTH115
             return f"{name} on {file}"
+        if name == "openat":  # such as a FIFO that nobody else has opened
+            with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:  # noqa: PTH123
+                memory.seek(int(arguments[1], 16))
+                return f"{name} of {os.fsdecode(memory.read(_LONGEST_PATH).partition(bytes(1))[0])}"
     return name
 
 
@@ -145,17 +160,21 @@ def _python_line(program: str, pid: int) -> str:
         done = subprocess.run(command, capture_output=True, timeout=_STACK_TIMEOUT, check=False)
         threads: Any = json.loads(done.stdout)
         main = next((one for one in threads if one["thread_name"] == "MainThread"), threads[0])
-        return _innermost(main["frames"])
+        return innermost(main["frames"])
     except (OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError):
         return ""
 
 
-def _innermost(frames: Sequence[Any]) -> str:
+def innermost(frames: Sequence[Any]) -> str:
     """Return the innermost frame that is of the user's program; else the innermost one.
 
     And the function of torch that it has called, if that is one of its collectives.
     """
-    theirs = [one for one in frames if not re.search(_INSTALLED, one["filename"])] or frames
+    # What stands below this ran when multiprocessing forked. An idle worker has nothing else.
+    begun = [n for n, one in enumerate(frames) if one["name"].endswith("Process._bootstrap")]
+    own = frames[: begun[0]] if begun else frames
+    theirs = [one for one in own if not re.search(_INSTALLED, one["filename"])]
+    theirs = theirs or ([] if begun else list(frames))
     if not theirs:
         return ""
     name = re.sub(r".*/", "", theirs[0]["filename"])

@@ -44,6 +44,8 @@ class WorldView(NamedTuple):
     pids: Mapping[int, int]
     states: Mapping[int, Status]  #: of the ranks of this host
     problem: str = ""  #: why the rest cannot be read, if it cannot
+    store: Sequence[Any] = ()  #: where ranks of other hosts describe themselves, if there are any
+    others: Mapping[int, Any] = {}  #: the :class:`RankDescription` of those that were read there
 
 
 class Verdict(NamedTuple):

@@ -17,12 +17,13 @@ import os
 import re
 import stat
 import tempfile
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncprims._system.identity import ProcessIdentity
-from syncprims.errors import parse_ranks
+from syncprims.errors import BackendUnavailable, parse_ranks
 from syncprims.interface import Label, Status, WaitView
 
 from .verdict import BoardView, WorldView
@@ -41,6 +42,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MOST_RANKS = 1 << 16
 _LONGEST = 1 << 20  # bytes of a description
 _LOOKS = 3  # at a body that is being written
+_STORE_TIMEOUT = 10.0  # seconds
 
 
 class WorldReader:
@@ -92,7 +94,9 @@ class WorldReader:
         run_id = about.run_id or self.path.rpartition("/")[0].rpartition("/syncprims-")[2]
         hosts = {rank: name for name, ranks in about.hosts for rank in _ranks(ranks)}
         size = int(about.world_size)
-        return WorldView(str(run_id), str(about.backend), size, boards, hosts, pids, states)
+        return WorldView(
+            str(run_id), str(about.backend), size, boards, hosts, pids, states, store=about.store
+        )
 
     def _about(self, fd: int) -> description.WorldDescription:
         """Return what is written about the world, before its first rank takes a slot.
@@ -282,6 +286,62 @@ def _processes() -> list[int]:
         return [int(name) for name in os.listdir("/proc") if name.isdecimal()]  # noqa: PTH208
     except OSError:  # not Linux
         return []
+
+
+# -- ranks of other hosts ---------------------------------------------------------------------
+
+
+def add_other_hosts(
+    view: WorldView, before: Mapping[int, Any], clocks: dict[int, float]
+) -> WorldView:
+    """Return a view with what the ranks of other hosts have published at the store, read only.
+
+    `before` is what the look before has read: a rank that has published nothing since gives no sign
+    of life, and only its rounds are known. `clocks` keeps how far the clock of each is behind ours.
+
+    :raises BackendUnavailable: if the store does not answer.
+    """
+    now, states = time.monotonic(), dict(view.states)
+    boards = {board.members: board for board in view.boards}
+    others = _read_others(view)
+    for rank, about in others.items():
+        behind = clocks.setdefault(rank, now - about.now)
+        lives = rank not in before or before[rank].now != about.now
+        if lives:
+            states[rank] = Status(state="alive")
+        for ranks, rounds, text, (number, since, for_data) in about.boards:
+            members = tuple(_ranks(ranks))
+            board = boards.get(members, BoardView(members, {}, {}))
+            label = Label.decode(text.encode("latin-1"))
+            statuses = {**board.statuses, rank: Status(rounds, label, "alive")}
+            wait = {rank: WaitView(number, since + behind, for_data)} if number and lives else {}
+            boards[members] = board._replace(statuses=statuses, waits={**board.waits, **wait})
+    whole = [board for board in boards.values() if len(board.statuses) == len(board.members)]
+    return view._replace(boards=whole, states=states, others=others)
+
+
+def _read_others(view: WorldView) -> dict[int, description.RankDescription]:
+    # Only such a backend has several hosts.
+    stores: Any = import_module("syncprims.backends.torch.store")
+    decisions: Any = import_module("syncprims.backends.torch.decisions")
+    host, port, prefix, key, _ = view.store
+    ranks = [rank for rank in range(view.world_size) if rank not in view.states]
+    endpoint = stores.StoreEndpoint(host, port, prefix, _STORE_TIMEOUT)
+    link = stores.StoreLink("who", endpoint.connect, await_served=endpoint.await_served)
+    try:
+        found: list[bytes] = link.ask(
+            lambda store: [decisions.read_key(store, f"{key}/{rank}") for rank in ranks],
+            _STORE_TIMEOUT,
+        )
+    except stores.StoreGone as error:
+        raise BackendUnavailable(
+            f"the other hosts of run {view.run_id} cannot be seen: the store at {endpoint.address} "
+            f"does not answer: {error}. Without --all-hosts, this host is shown alone"
+        ) from error
+    finally:
+        link.close()
+    texts = zip(ranks, found, strict=True)
+    return {r: description.RankDescription(*json.loads(text)) for r, text in texts if text}
 
 
 # -- finding worlds ---------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def test_a_replacement_joins(launches: Launches) -> None:
     assert sorted(done.out.splitlines()) == [
         "[rank 0] done 0 3 False", "[rank 1] done 2 3 True", "[rank 2] done 1 3 False"
     ]  # fmt: skip
-    assert "2 ranks left, replacement 1 of 2 comes" in done.err
+    assert "2 ranks left, replacement 1 of 2" in done.err
 
 
 def test_the_run_ends_when_too_few_are_left(launches: Launches) -> None:

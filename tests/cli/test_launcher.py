@@ -481,17 +481,34 @@ def test_ranks_are_started_again_as_the_next_generation(launches: Launches) -> N
         "syncprims run: rank 1 failed first (exit code 1): ValueError: generation 0",
         "syncprims run: restart 1 of 3",
         "syncprims run: rank 1 failed first (exit code 1): ValueError: generation 1",
-        "syncprims run: restart 2 of 3",
+        "syncprims run: restart 2 of 3 in 1 s",
     ]
 
 
 def test_the_last_generation_decides(launches: Launches) -> None:
     done = launches.run(f"{GENERATIONS}sys.exit(5 + int(generation))\n", "--max-restarts", "1", n=2)
     assert done.code == 6
-    assert done.report[-1] in [
-        f"syncprims run: rank {rank} failed first (exit code 6)" for rank in range(2)
-    ]
+    assert done.report[-1] == "syncprims run: ranks 0, 1 failed together (exit code 6)"
     assert "syncprims run: restart 1 of 1" in done.report
+
+
+def test_only_restarts_within_the_window_count(launches: Launches) -> None:
+    source = "sys.exit(int(os.environ['SYNCPRIMS_RESTART']) < 2)\n"
+    window = ("--max-restarts", "1", "--restart-window")
+    done = launches.run(source, *window, "0.001", n=1)
+    assert done.code == 0, done.err
+    assert done.report.count("syncprims run: restart 1 of 1") == 2  # both at once
+    assert launches.run(source, *window, "600", n=1).code == 1
+
+
+def test_a_signal_ends_the_pause_before_a_restart(launches: Launches) -> None:
+    with launches.start("sys.exit(3)\n", "--max-restarts", "9", n=1) as launcher:
+        assert launcher.stderr is not None
+        while "restart 3 of 9 in 2 s" not in launcher.stderr.readline():
+            pass
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=PATIENCE) == 143
+        assert launcher.stderr.read() == ""
 
 
 def test_rank_0_reads_from_the_terminal(launches: Launches) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import json
 import os
 import pty
+import socket
 import subprocess
 from pathlib import Path
 from typing import IO
@@ -204,12 +206,47 @@ def test_no_rank_is_first_in_a_mismatch(launches: Launches) -> None:
     assert report[1].startswith("  |   rank 0: barrier 'a' (job.py:3)")
 
 
-def test_ranks_with_causes_of_their_own_share_a_line(launches: Launches) -> None:
-    done = launches.run("raise ValueError('all of us')\n", n=4)
-    report = done.report
-    assert len(done.err.splitlines()) <= 40
-    assert sum("failed, too" in line for line in report) == 1
-    assert report[-1] == "  | ValueError: all of us"
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "barrier()\nraise ValueError('all of us')",
+            "ranks 0-3 failed together (exit code 1): ValueError: all",
+        ),
+        (
+            "assert_same(get_rank(), 'seed')",
+            "ranks 0-3 failed together (exit code 1): RankMismatch",
+        ),
+        ("barrier()\nis_main() and barrier()\nsys.exit(4)", "ranks 1-3 failed together (exit"),
+    ],
+)
+def test_ranks_with_one_error_share_a_line_and_none_is_first(
+    launches: Launches, source: str, said: str
+) -> None:
+    done = launches.run(f"{source}\n", n=4)
+    assert done.code in (1, 4)
+    assert sum(line.startswith(f"syncprims run: {said}") for line in done.report) == 1
+    assert "failed, too" not in done.err
+
+
+def test_lines_as_json_have_rank_host_restart_and_stream(launches: Launches) -> None:
+    source = """
+    print("out\\xe9")
+    if int(os.environ["SYNCPRIMS_RESTART"]) == 0:
+        raise SystemExit("no config")
+    """
+    done = launches.run(source, "--json", "--max-restarts", "1", n=2)
+    assert done.code == 0, done.err
+    lines = [json.loads(line) for line in (done.out + done.err).splitlines()]
+    assert all(
+        line.keys() == {"time", "rank", "host", "restart", "stream", "line"} for line in lines
+    )
+    assert {line["host"] for line in lines} == {socket.gethostname()}
+    said = sorted((line["rank"], line["restart"]) for line in lines if line["stream"] == "stdout")
+    assert said == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {line["line"] for line in lines if line["stream"] == "stdout"} == {"out\xe9"}
+    own = [line["line"] for line in lines if line["rank"] is None]
+    assert "syncprims run: restart 1 of 1" in own
 
 
 def test_an_interrupt_shows_the_users_lines_only(launches: Launches) -> None:

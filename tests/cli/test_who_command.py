@@ -67,9 +67,9 @@ def hangs(process: subprocess.Popen[str]) -> Any:
     )
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
+def command(*words: str, of: str = "who") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "syncprims", "who", *words], capture_output=True, text=True,
+        [sys.executable, "-m", "syncprims", of, *words], capture_output=True, text=True,
         timeout=PATIENCE, check=False, env=clean_environ(),
     )  # fmt: skip
 
@@ -131,9 +131,10 @@ def test_a_rank_that_hangs_before_its_first_call_is_shown(tmp_path: Path) -> Non
             while not os.path.exists("go"):
                 time.sleep(0.005)
         if os.environ["RANK"] == "1":
-            worker = multiprocessing.get_context("fork").Process(target=load)
-            worker.start()
-            worker.join()
+            process, idle = multiprocessing.get_context("fork").Process, multiprocessing.Event()
+            workers = [process(target=idle.wait, daemon=True), process(target=load)]
+            [worker.start() for worker in workers]
+            workers[1].join()
         import syncprims as sp
         sp.barrier("start")
         """
@@ -172,6 +173,28 @@ def test_it_watches_until_the_end(tmp_path: Path) -> None:
 def test_a_run_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["who", "gone"]) == 2
     assert "no world runs with run id 'gone' on this host" in capsys.readouterr().err
+
+
+def test_figures_are_printed_for_prometheus(tmp_path: Path) -> None:
+    with job(tmp_path, RUN) as started:
+        seen = hangs(started)
+        done = command(str(started.pid), of="metrics")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("# ")]
+    values = dict(line.rsplit(" ", 1) for line in lines)
+    run, ranks = f'run_id="{seen.run_id}"', ("0", "1")
+    rounds, waits = (
+        [float(values[f'syncprims_{name}{{{run},rank="{rank}"}}']) for rank in ranks]
+        for name in ("rounds_total", "waiting_seconds")
+    )
+    assert rounds == [3, 2]  # with the round of the start
+    assert waits[0] > NOTABLE
+    assert waits[1] == 0
+    assert float(values[f"syncprims_seconds_since_last_round{{{run}}}"]) == pytest.approx(waits[0])
+    assert values[f"syncprims_restarts_total{{{run}}}"] == "0"
+    assert values[f"syncprims_stuck{{{run}}}"] == "0"
+    for kind in ("# TYPE syncprims_rounds_total counter", "# TYPE syncprims_stuck gauge"):
+        assert done.stdout.count(kind) == 1
 
 
 def test_the_launcher_prints_the_table_on_sigquit_and_harms_no_rank(tmp_path: Path) -> None:

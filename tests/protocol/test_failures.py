@@ -258,11 +258,12 @@ def test_a_long_wait_says_whom_it_waits_for(world: Ranks, signs: Signs) -> None:
         logging.getLogger("syncprims").addHandler(handler)
         sp.barrier("before")
         if sp.is_last():  # slow, which is what is tried
-            signs.wait(*(f"{rank} has said it 2 times" for rank in range(sp.get_rank())))
+            signs.wait(*(f"{rank} has said it 3 times" for rank in range(sp.get_rank())))
         sp.barrier("epoch end")
         return lines
 
-    *waiting, slow = world.run(program, SYNCPRIMS_WARN_AFTER="0.3")
+    limits = {"SYNCPRIMS_WARN_AFTER": "0.3", "SYNCPRIMS_DUMP_AFTER": "0.4"}
+    *waiting, slow = world.run(program, **limits)
     assert slow == []
     for lines in waiting:
         assert lines[0].startswith(f"still waiting for ranks [{world.ranks - 1}] at barrier 'epoch")
@@ -270,6 +271,11 @@ def test_a_long_wait_says_whom_it_waits_for(world: Ranks, signs: Signs) -> None:
             f"rank {world.ranks - 1} was last seen at barrier 'before' (tests/protocol/test_fail"
             in lines[0]
         )
+        (stacks,) = [
+            line for line in lines if line.startswith("all threads of this rank after 0 s")
+        ]
+        assert "\nthread MainThread:\n" in stacks
+        assert 'sp.barrier("epoch end")\n' in stacks
 
 
 @in_processes

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -81,6 +82,13 @@ def fill_a_pipe() -> None:
         os.write(writer, bytes(65536))
 
 
+def open_a_fifo() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        os.mkfifo("a-fifo")
+        Path("a-fifo").read_bytes()
+
+
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -90,6 +98,7 @@ HANGS: dict[Callable[[], None], tuple[str, str]] = {
     loop_in_c: ("running", "computes"),
     sleep: ("running", "sleeps in "),
     fill_a_pipe: ("running", "write on pipe:"),
+    open_a_fifo: ("running", "openat of a-fifo"),
     stop: ("stopped", "kill -CONT "),
 }
 
@@ -284,9 +293,20 @@ def test_two_hosts_each_show_their_ranks_and_what_they_know_of_others(meeting_pl
     def both(report: WorldReport) -> bool:
         return names(report, 3) and sum(one.state == "waiting" for one in report.ranks) >= 1
 
-    with running(Kind("torch", 4, hosts=2), meeting_place, program):
+    def await_all(is_it: Callable[[WorldReport], bool]) -> WorldReport:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            (seen,) = who(meeting_place / "host-0", stuck_after=0.2, all_hosts=True)
+            if is_it(seen):
+                return seen
+            assert time.monotonic() < deadline, seen
+
+    with running(Kind("torch", 4, hosts=2), meeting_place, program) as pids:
         other = await_report(meeting_place / "host-1", both)
         here = await_report(meeting_place / "host-0", both)
+        all_ranks = await_all(lambda r: r.ranks[2].state == "waiting")
+        os.kill(pids[3], signal.SIGSTOP)
+        silent = await_all(lambda r: r.ranks[3].state == "elsewhere")
     assert [one.state for one in here.ranks] == ["waiting", "waiting", "elsewhere", "elsewhere"]
     assert [one.state for one in other.ranks] == ["elsewhere", "elsewhere", "waiting", "running"]
     assert here.run_id == other.run_id
@@ -296,6 +316,14 @@ def test_two_hosts_each_show_their_ranks_and_what_they_know_of_others(meeting_pl
     assert here.ranks[3].pid is None
     assert here.ranks[3].doing.startswith("on host ")
     assert call_of(here, 2).startswith("barrier 'end' (")
+    assert [one.state for one in all_ranks.ranks] == ["waiting"] * 3 + ["running"]
+    assert names(all_ranks, 3)
+    assert "where ranks [0, 1, 2] have waited for " in all_ranks.verdict.text
+    line = f"(pid {pids[3]}), in sleep (test_looks.py:{sleep.__code__.co_firstlineno + 1})"
+    assert f"; it is {all_ranks.ranks[3].doing}" in all_ranks.verdict.text
+    assert all_ranks.ranks[3].doing.endswith(line)
+    assert names(silent, 3)
+    assert f"(pid {pids[3]}): it is stopped, or " in silent.verdict.text
 
 
 # -- how a world is found -------------------------------------------------------------------------
