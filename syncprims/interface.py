@@ -55,7 +55,6 @@ class Settings(NamedTuple):
     timeout: float | None = None  #: of a call that has none; None leaves it to the backend
     join_timeout: float = 300.0  #: for all ranks to come when the world starts
     warn_after: float = 30.0  #: a longer wait logs which ranks it waits for
-    dump_after: float = math.inf  #: a longer wait logs where all threads of this rank are
     directory: str | None = None  #: where the ranks of one host meet, if the user says so
     runtime_directory: str | None = None  #: the system's directory for runtime files, if any
     pickle: bool = True  #: may objects without a safe encoding travel as pickles
@@ -70,6 +69,7 @@ class Settings(NamedTuple):
     trace_limit: int = 256 << 20  #: bytes of it for each rank; the oldest rounds are dropped
     mixed_precision: str | None = None  #: what `training` computes in, unless a script sets it
     elastic: bool = False  #: a process may join a run that goes on, in place of a lost rank
+    dump_after: float = math.inf  #: a longer wait logs where all threads of this rank are
 
 
 def own_device_index(current: int, count: int, local_rank: int) -> int:

@@ -365,7 +365,7 @@ class TorchBackend(Backend):
         frames: list[dict[str, Any]] = []
         if not any(wait[0] for *_, wait in boards):
             main = threading.main_thread().ident
-            frame = sys._current_frames().get(main or 0)
+            frame = sys._current_frames().get(main or 0)  # pyright: ignore[reportPrivateUsage]
             while frame is not None and len(frames) < _MOST_FRAMES:
                 code = frame.f_code
                 about = {"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno}

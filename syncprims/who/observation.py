@@ -149,8 +149,9 @@ class Observation:
         from .worlds import add_other_hosts
 
         self.pause = max(self.pause, 1.5 * view.store[-1])  # until each has published again
-        before = self._before[path].view.others if path in self._before else {}
-        return add_other_hosts(view, before, self._clocks.setdefault(path, {}))
+        before = self._before.get(path)
+        clocks = self._clocks.setdefault(path, {})
+        return add_other_hosts(view, before.view.others if before else None, clocks)
 
     def close(self) -> None:
         """Release what is open."""

@@ -292,7 +292,7 @@ def _processes() -> list[int]:
 
 
 def add_other_hosts(
-    view: WorldView, before: Mapping[int, Any], clocks: dict[int, float]
+    view: WorldView, before: Mapping[int, Any] | None, clocks: dict[int, float]
 ) -> WorldView:
     """Return a view with what the ranks of other hosts have published at the store, read only.
 
@@ -306,7 +306,7 @@ def add_other_hosts(
     others = _read_others(view)
     for rank, about in others.items():
         behind = clocks.setdefault(rank, now - about.now)
-        lives = rank not in before or before[rank].now != about.now
+        lives = not before or rank not in before or before[rank].now != about.now
         if lives:
             states[rank] = Status(state="alive")
         for ranks, rounds, text, (number, since, for_data) in about.boards:
@@ -327,12 +327,13 @@ def _read_others(view: WorldView) -> dict[int, description.RankDescription]:
     host, port, prefix, key, _ = view.store
     ranks = [rank for rank in range(view.world_size) if rank not in view.states]
     endpoint = stores.StoreEndpoint(host, port, prefix, _STORE_TIMEOUT)
+
+    def read(store: Any) -> list[bytes]:
+        return [decisions.read_key(store, f"{key}/{rank}") for rank in ranks]
+
     link = stores.StoreLink("who", endpoint.connect, await_served=endpoint.await_served)
     try:
-        found: list[bytes] = link.ask(
-            lambda store: [decisions.read_key(store, f"{key}/{rank}") for rank in ranks],
-            _STORE_TIMEOUT,
-        )
+        found: list[bytes] = link.ask(read, _STORE_TIMEOUT)
     except stores.StoreGone as error:
         raise BackendUnavailable(
             f"the other hosts of run {view.run_id} cannot be seen: the store at {endpoint.address} "
