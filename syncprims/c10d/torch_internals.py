@@ -27,6 +27,7 @@ from syncprims.errors import BackendUnavailable, SyncError
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
+_internals: Any = cast("Any", torch)._C
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
 C = TypeVar("C", bound=type)
@@ -177,14 +178,24 @@ def reduction_of(given: Any) -> str:
 def needs_dispatcher(args: Sequence[Any]) -> bool:
     """Return whether a mode of torch's dispatcher, or a subclass among tensors, has to see a call.
 
-    (`_len_torch_dispatch_stack` and `_disabled_torch_dispatch_impl`, 2.0 and newer.)
+    (`_len_torch_dispatch_stack`, 2.0 and newer.)
     """
-    internals: Any = torch
-    plain = internals._C._disabled_torch_dispatch_impl
-    return bool(internals._C._len_torch_dispatch_stack()) or any(
-        isinstance(one, torch.Tensor) and type(one).__torch_dispatch__ is not plain
-        for one in flattened(args)
-    )
+    return bool(_internals._len_torch_dispatch_stack()) or _has_subclass(args)
+
+
+def _has_subclass(tensors: Sequence[Any]) -> bool:
+    """Return whether the dispatcher calls Python for one of the tensors of a list of lists.
+
+    (`_disabled_torch_dispatch_impl`, 2.0 and newer. Every call comes here, so nothing is copied.)
+    """
+    plain = _internals._disabled_torch_dispatch_impl
+    for one in tensors:
+        if isinstance(one, list | tuple):
+            if _has_subclass(one):
+                return True
+        elif getattr(type(one), "__torch_dispatch__", plain) is not plain:
+            return True
+    return False
 
 
 def flattened(tensors: Any) -> list[Any]:
@@ -212,9 +223,8 @@ class _PlainCall(_Mode):  # type: ignore[misc]
 
         tensors = [*itertools.takewhile(lambda one: isinstance(one, torch.Tensor | list), args)]
         fake = any(isinstance(one, FakeTensor) for one in flattened(tensors))
-        with without_modes():
-            if needs_dispatcher(tensors) and not fake:
-                return NotImplemented
+        if _has_subclass(tensors) and not fake:
+            return NotImplemented
         shown = func(*args, **(kwargs or {}))  # to the other modes
         if func.namespace == "c10d" and not fake:
             with without_modes():
