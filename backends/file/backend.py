@@ -19,6 +19,7 @@ import re
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import filelock
 
@@ -30,7 +31,7 @@ from syncprims.errors import (
     SyncError,
     format_ranks,
 )
-from syncprims.interface import Backend, Board, Settings, Topology
+from syncprims.interface import UNKNOWN, Backend, Board, Settings, Topology
 
 from .board import SharedMemoryBoard, abort_from_outside
 from .description import FILE as DESCRIPTION
@@ -53,11 +54,15 @@ class FileBackend(Backend):
     name = "file"
     spans_hosts = False
     detects_death = True
+    _met: ClassVar[set[str]] = set()  # worlds that this process was in
 
     def __init__(
         self, topology: Topology, settings: Settings, description: WorldDescription | None = None
     ) -> None:
-        """Join the world; `description` says what this is a part of, if it is one."""
+        """Join the world; `description` says what this is a part of, if it is one.
+
+        With rank :data:`UNKNOWN`, join a world that goes on, in place of any lost rank.
+        """
         self.check(topology, settings)
         super().__init__(topology, settings)
         self._run_path = _run_path(topology, settings)
@@ -265,9 +270,11 @@ class FileBackend(Backend):
         while True:
             with _locked(self._base, self._run_path.name, timeout, probe=True) as run:
                 try:
-                    name = _world_to_join(run, self.topology.rank, elastic=self.settings.elastic)
+                    replaces = self.settings.elastic and self._newest(run) not in self._met
+                    name = _world_to_join(run, self.topology.rank, replaces=replaces)
                     if name is not None:
                         self._join_world(run, name)
+                        self._met.add(self._newest(run))
                         break
                 except BaseException:
                     with contextlib.suppress(OSError, SyncError):
@@ -278,6 +285,9 @@ class FileBackend(Backend):
             time.sleep(0.02)  # the process that is in the way may be ending
         if name == _world_name(1):
             _remove_ended_runs(self._base)
+
+    def _newest(self, run: PrivateDirectory) -> str:
+        return f"{self._run_path}/{max(_worlds(run), default=0)}"
 
     def _join_world(self, run: PrivateDirectory, name: str) -> None:
         top = self.topology
@@ -295,7 +305,8 @@ class FileBackend(Backend):
                 abort_from_outside(directory, board_file(range(found)), found, errors.dump(error))
                 raise error
             describe(directory, DESCRIPTION, self._description)
-            slot = None if top.rank in joined(directory) else top.rank  # it replaces that one
+            replaces = top.rank == UNKNOWN or top.rank in joined(directory)
+            slot = None if replaces else top.rank
             elastic = self.settings.elastic
             self.liveness = Liveness(directory, slot, top.world_size, elastic=elastic)
         except BaseException:
@@ -323,9 +334,10 @@ class FileBackend(Backend):
                 f"SYNCPRIMS_RUN_ID"
             )
         dead = [other for other, lives in alive.items() if not lives]
+        who = "this process" if rank == UNKNOWN else f"rank {rank}"
         return PeerLost(
-            f"ranks {dead} of this run, in {self._run_path}, ended before rank {rank} joined; look "
-            f"at their output, then restart the run",
+            f"ranks {dead} of this run, in {self._run_path}, ended before {who} joined; look at "
+            f"their output, then restart the run",
             rank=dead[0] if dead else None,
             missing=dead,
         )
@@ -404,17 +416,36 @@ def _opened_run(
         yield base, run
 
 
-def find_early_ends(topology: Topology, settings: Settings) -> dict[int, EarlyEnd]:
-    """Return how the ranks ended that this run has a record of."""
-    if topology.run_id is None:  # then no rank has recorded its end
-        return {}
+@contextlib.contextmanager
+def _opened_existing(topology: Topology, settings: Settings) -> Generator[PrivateDirectory | None]:
+    """Hold the directory of a run open; None if there is none."""
     path = _run_path(topology, settings)
     if not path.exists():
-        return {}
+        yield None
+        return
     with (
         contextlib.closing(PrivateDirectory.open(path.parent)) as base,
         contextlib.closing(base.sub(path.name, create=False)) as run,
     ):
+        yield run
+
+
+def lives_here(run_id: str, settings: Settings) -> bool:
+    """Return whether a rank of this run lives on this host."""
+    try:
+        with _opened_existing(Topology(run_id=run_id), settings) as run:
+            return run is not None and any(_newest_world(run)[1].values())
+    except FileNotFoundError:  # its last rank is removing it
+        return False
+
+
+def find_early_ends(topology: Topology, settings: Settings) -> dict[int, EarlyEnd]:
+    """Return how the ranks ended that this run has a record of."""
+    if topology.run_id is None:  # then no rank has recorded its end
+        return {}
+    with _opened_existing(topology, settings) as run:
+        if run is None:
+            return {}
         ends = {rank: record.find_end() for rank, record in read_records(run).items()}
         return {rank: end for rank, end in ends.items() if end is not None}
 
@@ -467,17 +498,21 @@ def _newest_world(run: PrivateDirectory) -> tuple[int, dict[int, bool]]:
 
 
 def _joined(run: PrivateDirectory, number: int) -> dict[int, bool]:
-    with contextlib.closing(run.sub(_world_name(number))) as world:
+    with contextlib.closing(run.sub(_world_name(number), create=False)) as world:
         return joined(world)
 
 
-def _world_to_join(run: PrivateDirectory, rank: int, *, elastic: bool) -> str | None:
-    """Return the name of the world that `rank` joins, or None while that is not decided."""
+def _world_to_join(run: PrivateDirectory, rank: int, *, replaces: bool) -> str | None:
+    """Return the name of the world that `rank` joins, or None while that is not decided.
+
+    :param replaces: it may join a world that goes on, in place of a lost rank.
+    """
     number, alive = _newest_world(run)
     lives = any(alive.values())
-    if elastic and lives and rank in alive and not alive[rank]:
+    if replaces and lives and not alive.get(rank, rank != UNKNOWN):
         return _world_name(number)  # in place of the process that had this rank
-    if alive.get(rank) or (lives and rank not in alive and not all(alive.values())):
+    waits = lives and rank not in alive and not all(alive.values())
+    if rank == UNKNOWN or alive.get(rank) or waits:
         # Another process has this rank, or a rank died while the others still waited for this one:
         # in both cases the living are about to leave.
         return None

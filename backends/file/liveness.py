@@ -42,7 +42,6 @@ _CALL_AT, _CALL_SIZE = _FAILURE_AT + _FAILURE_SIZE, 256
 _SLOT_SIZE = _FAILURE_AT + _FAILURE_SIZE + 4096
 _TAKEN_AT = 64  # in the header: how many slots processes have taken that joined later
 _SPARE = 64  # slots for them
-JOIN = b"join"  #: the call of a process that waits to join
 _EMPTY, _ALIVE, _FINISHED, _FAILED = range(4)
 _STATES: dict[int, State] = {_ALIVE: "alive", _FINISHED: "finished", _FAILED: "failed"}
 _EXIT_GRACE = 5.0  # seconds to learn the exit code of a rank that published a normal end
@@ -86,7 +85,6 @@ class Liveness:
                         f"{_SPARE} processes have joined this run in place of lost ranks, and no "
                         f"more can join: restart it from a checkpoint"
                     )
-                self._write_text(_CALL_AT, _CALL_SIZE, JOIN, rank)
             self.rank = rank  #: whose slot this is
             self.doorbell = Doorbell(directory, rank)
             undo.callback(self.doorbell.close)
@@ -247,10 +245,9 @@ class Liveness:
         at = _slot(self.rank)
         self._memory[at : at + _ENTRY.size] = _ENTRY.pack(state, *ProcessIdentity.own())
 
-    def _write_text(self, at: int, size: int, text: bytes, rank: int | None = None) -> None:
+    def _write_text(self, at: int, size: int, text: bytes) -> None:
         fits = len(text) <= size - RECORD_HEAD
-        at += _slot(self.rank if rank is None else rank)
-        write_record(self._memory, at, text if fits else b"")
+        write_record(self._memory, _slot(self.rank) + at, text if fits else b"")
 
     def _read_text(self, rank: int, at: int, size: int) -> bytes:
         return await_record(self._memory, _slot(rank) + at, size)

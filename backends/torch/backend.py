@@ -11,10 +11,11 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,22 +23,38 @@ import torch.distributed
 
 from syncprims import errors
 from syncprims.errors import BackendUnavailable, ConfigurationError
-from syncprims.interface import Backend, Board, Settings, State, Topology, own_device_index
+from syncprims.interface import (
+    UNKNOWN,
+    Backend,
+    Board,
+    Settings,
+    State,
+    Topology,
+    own_device_index,
+)
 
-from ..file.backend import FileBackend
+from ..file.backend import FileBackend, lives_here
 from ..file.description import RankDescription, WorldDescription
 from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd, read_key
 from .engines import DefaultGroup, GlooEngine, NcclEngine
 from .host_state import BEATS, Heartbeat
-from .rendezvous import HostGroup, JoinWarning, Placement, Rendezvous, unreachable
-from .slots import HostSlots
+from .rendezvous import (
+    HostGroup,
+    JoinWarning,
+    Placement,
+    Rendezvous,
+    describe_here,
+    unreachable,
+)
+from .slots import HostSlots, Roster
 from .store import (
     TRY_AGAIN,
     StoreEndpoint,
     StoreGone,
     StoreLink,
     StoreProbe,
+    T,
     check_findable,
     find_run_id,
     find_store,
@@ -45,6 +62,7 @@ from .store import (
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
+_NEW = "#"  # in the place of a host: between that of its memory, and what distinguishes it
 _LEAVING = 2.0  # seconds to publish to the other hosts how this rank ends
 _FAILED_LEAVING = 2.0  # seconds that a failed rank serves the store for the others
 _EXIT_GRACE = 6.0  # for a rank of this host that waits to publish how another one ended
@@ -150,19 +168,23 @@ class TorchBackend(Backend):
                 self._close_links()
                 time.sleep(TRY_AGAIN)
         self._placement = placement
-        host = placement.host_of[top.rank]
-        ranks = placement.hosts[host].ranks
-        slot, count = ranks.index(top.rank), len(ranks)
-        self.host = str(host)
+        Rendezvous.met.add(placement.token)
         if len(placement.hosts) == 1:
-            self._join_here(top._replace(run_id=placement.token), ranks)
+            (group,) = placement.hosts
+            self.host = group.place
+            self._join_here(top._replace(run_id=placement.token), group.ranks)
             self._close_links()
             return
-        run_id = f"{placement.token}-{host}"
-        here = Topology(slot, count, slot, count, 0, 1, top.launcher, run_id)
-        self._local = FileBackend(here, settings, self._description(ranks))
+        roster = Roster(placement)
+        own = self._arrive(roster, endpoint) if placement.goes_on else top.rank
+        host = roster.host_of[own]
+        group = roster.hosts[host]
+        self.host = group.place.partition(_NEW)[0]
+        alone = [*roster.host_of.values()].count(host) == 1  # as the first process of a host is
+        slot, count = 0 if alone else roster.local.get(own, UNKNOWN), max(1, len(group.ranks))
+        here = Topology(slot, count, slot, count, 0, 1, top.launcher, f"{placement.token}-{host}")
+        self._local = FileBackend(here, settings, self._description(group.ranks or [top.rank]))
         try:
-            heartbeat = Heartbeat(placement.token, host, settings.heartbeat)
             self._connection = HostConnection(
                 self._local.liveness,
                 self._local.file_slots,
@@ -171,17 +193,42 @@ class TorchBackend(Backend):
                 placement.host_of[0],
                 endpoint,
                 *links,
-                heartbeat,
+                Heartbeat(placement.token, host, settings.heartbeat),
                 StoreProbe(endpoint, settings.heartbeat),
             )
-            self.slots = self._hosts = HostSlots(top.rank, self._connection, self._begin_epoch)
-            try:
-                links[0].ask(heartbeat.beat, settings.join_timeout)
-            except StoreGone as error:
-                raise unreachable(top, endpoint, error) from error
+            self.slots = hosts = HostSlots(
+                own, self._connection, roster, self._begin_epoch, elastic=settings.elastic
+            )
+            self._hosts = hosts
+            self._ask(endpoint, self._connection.heartbeat.beat)
+            if placement.goes_on:  # from now on the others know that it waits
+                lives_at = self._local.liveness.rank
+                self._ask(endpoint, lambda store: roster.write(store, own, lives_at))
+                self._ask(endpoint, hosts.look)
         except BaseException:
             self._local.close()
             raise
+
+    def _arrive(self, roster: Roster, endpoint: StoreEndpoint) -> int:
+        """Take the next slot of a run that goes on, and return it."""
+        self._ask(endpoint, roster.read)
+        place, name, devices = describe_here(self.settings)
+        for number, host in enumerate(roster.hosts):
+            run_id = f"{self._placement.token}-{number}"
+            if host.place.partition(_NEW)[0] == place and lives_here(run_id, self.settings):
+                group = host
+                break
+        else:  # a host on which nobody lives does not come back: this is another one
+            place = f"{place}{_NEW}{secrets.token_hex(4)}"
+            group = HostGroup(name, [], devices > 0, place)
+        return self._ask(endpoint, lambda store: roster.arrive(store, group))
+
+    def _ask(self, endpoint: StoreEndpoint, work: Callable[[Any], T]) -> T:
+        """Return what ``work(store)`` returns, while this rank joins."""
+        try:
+            return self._links[0].ask(work, self.settings.join_timeout)
+        except StoreGone as error:
+            raise unreachable(self.topology, endpoint, error) from error
 
     def _description(self, ranks: Sequence[int]) -> WorldDescription:
         """Return what this host's part of the world, with these ranks, belongs to."""
@@ -267,7 +314,7 @@ class TorchBackend(Backend):
                 path = directory.path / f"default-group-{self._local.file_slots.epoch}"
             store = dist.FileStore(str(path), top.world_size)
         device: int | None = None
-        if self._may_use_nccl(range(len(self._placement.hosts))):
+        if self._may_use_nccl(self._placement.host_of.values()):
             cuda = torch.cuda
             device = own_device_index(cuda.current_device(), cuda.device_count(), top.local_rank)
         self._default.open(store, top, device)
@@ -292,13 +339,14 @@ class TorchBackend(Backend):
             self._local.begin_epoch(epoch, topology)
             return
         number = connection.host
-        of_rank = [hosts.host_of[slot] for slot in hosts.members]
+        roster = hosts.roster
+        of_rank = [roster.host_of[slot] for slot in hosts.members]
         groups = [
             group._replace(ranks=[rank for rank, host in enumerate(of_rank) if host == n])
-            for n, group in enumerate(self._placement.hosts)
+            for n, group in enumerate(roster.hosts)
         ]
         ranks = groups[number].ranks
-        self._local.file_slots.members = tuple(hosts.here.index(hosts.members[r]) for r in ranks)
+        self._local.file_slots.members = tuple(roster.local[hosts.members[r]] for r in ranks)
         self._local.file_slots.epoch = epoch
         self._placement = Placement(self._placement.token, groups)
         self._connection = connection._replace(placement=self._placement)
@@ -348,7 +396,8 @@ class TorchBackend(Backend):
         if connection is None or hosts is None:
             return
         connection.heartbeat.beat(store)
-        for slot, of_world in enumerate(hosts.here):
+        hosts.look_for_arrivals(store)
+        for slot, of_world in hosts.here.items():
             state = connection.liveness.peek(slot)
             if of_world != hosts.own and state == "lost":
                 self._publish_end_of(store, slot, "lost")
@@ -357,8 +406,9 @@ class TorchBackend(Backend):
                 since = self._finished_since.setdefault(slot, time.monotonic())
                 if time.monotonic() - since >= _EXIT_GRACE:
                     self._publish_end_of(store, slot, "finished")
-        key = f"{self._placement.token}/rank/{self.topology.rank}"
-        store.set(key, json.dumps(self._describe_rank()))
+        if hosts.own in hosts.members:  # else it waits to join, and has no rank
+            key = f"{self._placement.token}/rank/{self.topology.rank}"
+            store.set(key, json.dumps(self._describe_rank()))
 
     def _describe_rank(self) -> RankDescription:
         boards = [board.describe() for board in list(self._boards)]
@@ -411,10 +461,10 @@ class TorchBackend(Backend):
 
     def _publish_end(self, store: Any, hosts: HostSlots, failure: bytes | None) -> None:
         liveness = self._local.liveness
-        mates = [slot for slot in range(len(hosts.here)) if slot != liveness.rank]
+        mates = [slot for slot in hosts.here if slot != liveness.rank]
         if failure is None and any(liveness.peek(slot) == "alive" for slot in mates):
             # They see how this process ends, which it does not know itself: with which exit code.
-            store.set(hosts.key("left", hosts.own), "")
+            hosts.leave(store)
             return
         for slot in mates:
             if liveness.peek(slot) == "finished":  # and no rank will be here to publish it
@@ -425,14 +475,15 @@ class TorchBackend(Backend):
             board.publish_end(
                 store, MemberEnd(self.topology.rank, board.posted, state, failure=text)
             )
-        store.set(hosts.key("left", hosts.own), "")
+        hosts.leave(store)
 
     def _await_others(self, connection: HostConnection, hosts: HostSlots, *, failed: bool) -> None:
         """Return when every other rank has left, or is on a host that is gone.
 
         :raises StoreGone: if there is no store any more.
         """
-        here, heartbeat, host_of = connection.host, connection.heartbeat, hosts.host_of
+        here, heartbeat = connection.host, connection.heartbeat
+        host_of = hosts.roster.host_of
         left = [slot for slot in hosts.members if slot != hosts.own]
         begin = warned = time.monotonic()
 

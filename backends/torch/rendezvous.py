@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ from syncprims import errors
 from syncprims.errors import BackendUnavailable, ConfigurationError, PeerLost, SyncTimeout
 from syncprims.interface import Settings, Topology
 
-from ..file.backend import find_early_ends
+from ..file.backend import find_early_ends, lives_here
 from ..file.private_dir import PrivateDirectory, base_path
 from .decisions import read_key
 from .store import TRY_AGAIN, StoreEndpoint, StoreGone, StoreLink, T
@@ -48,10 +48,13 @@ class HostGroup(NamedTuple):
     name: str
     ranks: list[int]  #: ascending
     devices: bool = False  #: there is one for each of them
+    place: str = ""  #: of the memory that they share
 
 
 class Placement:
     """All ranks of one world, by host."""
+
+    goes_on = False  #: it has begun without this process, which may join it
 
     def __init__(self, token: str, hosts: list[HostGroup]) -> None:
         self.token = token  #: unique to this world
@@ -85,6 +88,8 @@ class JoinWarning:
 class Rendezvous:
     """One rank's part in a rendezvous. Methods that take a `store` run on a link's thread."""
 
+    met: ClassVar[set[str]] = set()  #: tokens of the worlds that this process was in
+
     def __init__(
         self,
         links: Sequence[StoreLink],
@@ -107,12 +112,13 @@ class Rendezvous:
         self._missing: dict[int, str] = {}
         self._incarnation = 0  # which of the processes that had this rank it is, from 1
         self._confirmed = False  # the proposal of this epoch
-        # To count the devices that this process sees touches none.
-        devices = torch.cuda.device_count()
-        self._entry = [topology.rank, identify_place(settings), socket.gethostname(), devices]
+        self._entry = [topology.rank, *describe_here(settings)]
 
     def run(self) -> Placement:
         """Return who takes part, once all have come and have all their links to the store.
+
+        If the run is elastic, and goes on without the process that had this rank, return how it
+        began.
 
         :raises SyncTimeout: naming the ranks that have not come at the deadline.
         :raises BackendUnavailable: if the store cannot be reached.
@@ -127,6 +133,8 @@ class Rendezvous:
                 epoch = self._ask(self._enter)
                 if epoch is None:
                     raise self._replaced()
+                if isinstance(epoch, Placement):
+                    return epoch
                 self._epoch, self._confirmed = epoch, False
                 placement = self._await_result()
                 if placement is not None:
@@ -235,10 +243,11 @@ class Rendezvous:
 
     # -- at the store ---------------------------------------------------------------------------
 
-    def _enter(self, store: Any) -> str | None:
+    def _enter(self, store: Any) -> str | Placement | None:
         """Add this rank's entry to the open epoch, and return the prefix of that epoch's keys.
 
-        None if another process has this rank now. An epoch is closed once all ranks are in it, and
+        Or the world of an earlier epoch, if this process may join it in place of a lost one. None
+        if another process has this rank now. An epoch is closed once all ranks are in it, and
         then belongs to their world. So a second world of the same processes opens the next.
         """
         latest = store.add(self._incarnations_of(self._top.rank), not self._incarnation)
@@ -248,6 +257,9 @@ class Rendezvous:
         number = 1
         while store.check([f"{self._prefix}/{number}/end"]):
             number += 1
+        goes_on = self._settings.elastic and self._find_world(store, number)
+        if goes_on:
+            return goes_on
         epoch = f"{self._prefix}/{number}/"
         entry = json.dumps([*self._entry, self._incarnation])
         store.append(f"{epoch}entries", f"{entry}\n")
@@ -258,6 +270,20 @@ class Rendezvous:
                 result = json.dumps([secrets.token_hex(8), _by_host(entries), incarnations])
                 store.compare_set(f"{epoch}result", "", result)
         return epoch
+
+    def _find_world(self, store: Any, number: int) -> Placement | None:
+        """Return the newest world before epoch `number`, if it goes on without this process."""
+        epochs = (f"{self._prefix}/{earlier}/" for earlier in range(number - 1, 0, -1))
+        newest = next((e for e in epochs if read_key(store, f"{e}end") == _COMPLETE), None)
+        found = newest and _decode(read_key(store, f"{newest}result"))
+        if not found or found.token in self.met or store.check([over_key(found.token)]):
+            return None
+        if len(found.hosts) == 1:  # it has no link to the store: the memory of that host tells
+            here = found.hosts[0].place == self._entry[1]
+            if not here or not lives_here(found.token, self._settings):
+                return None
+        found.goes_on = True
+        return found
 
     def _incarnations_of(self, rank: int) -> str:
         return f"{self._prefix}/incarnations/{rank}"
@@ -342,10 +368,24 @@ def _by_host(entries: dict[int, _Arrival]) -> list[HostGroup]:
         at.setdefault(entries[rank].place, []).append(rank)
     return [
         HostGroup(
-            entries[ranks[0]].host, ranks, min(entries[r].devices for r in ranks) >= len(ranks)
+            entries[ranks[0]].host,
+            ranks,
+            min(entries[r].devices for r in ranks) >= len(ranks),
+            place,
         )
-        for ranks in at.values()
+        for place, ranks in at.items()
     ]
+
+
+def describe_here(settings: Settings) -> tuple[str, str, int]:
+    """Return the place of this process, the name of its host, and how many devices it sees."""
+    # To count the devices touches none.
+    return identify_place(settings), socket.gethostname(), torch.cuda.device_count()
+
+
+def over_key(token: str) -> str:
+    """Return the key that exists once all processes of a run have ended: nobody joins it now."""
+    return f"{token}/over"
 
 
 def identify_place(settings: Settings) -> str:

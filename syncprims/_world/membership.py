@@ -129,10 +129,10 @@ def await_admission(backend: Backend) -> Epoch:
     """
     slots = backend.slots
     assert slots is not None
-    members, number = slots.members, 1
+    number = 1
 
     def is_decided_or_over() -> bool:
-        ended = all(slots.state(slot) not in ("alive", "unknown") for slot in members)
+        ended = all(slots.state(slot) not in ("alive", "unknown") for slot in slots.members)
         return ended or slots.decided(_name(number)) is not None
 
     while True:
@@ -142,9 +142,8 @@ def await_admission(backend: Backend) -> Epoch:
             raise PeerLost("all ranks of the run ended while this process waited to join it")
         epoch, number = _decode(word), number + 1
         if isinstance(epoch, Epoch):
-            members = epoch.slots
-            if slots.own in members:
-                slots.members = members
+            slots.members = epoch.slots
+            if slots.own in epoch.slots:
                 slots.enter(epoch.number, epoch.topology(slots.own, backend.topology))
                 return epoch
 

@@ -347,54 +347,91 @@ def test_the_next_epoch_needs_no_more_memory(meeting_place: Path) -> None:
         assert len(set(counts)) == 1, counts
 
 
-def test_a_process_joins_in_place_of_a_lost_rank(meeting_place: Path, signs: Signs) -> None:
-    """It enters in a `reform` that the others make when a check says that it waits."""
-
-    def program() -> Any:
-        world = sp.init()
-        first = int(os.environ["SYNCPRIMS_RANK"]) if world.change is None else -1
-        state: dict[str, Any] = {"step": 0, "sum": 0}
-        stop, changes, change = sp.Trigger("stop"), list[Any](), world.change
-        while not (world.epoch >= 2 and state["step"] >= 60):
-            try:
-                if change is not None:
-                    changes.append(change._replace(rank_before=None))
-                    state, change = sp.hand_over(state, change), None
-                    signs.give("they go on")
-                if first == 1 and state["step"] == 5:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                added = sp.all_reduce(1)
-                state = {"step": state["step"] + 1, "sum": state["sum"] + added}
-                if stop.check():
-                    break
-                if stop.joiners:
-                    state["step"] = 50
-                    change = sp.reform()
-            except LOST:
+def go_on_until_joined(victims: list[int], signs: Signs) -> Any:
+    """Some ranks die at step 5; return what each rank has seen once as many have joined."""
+    world = sp.init()
+    first = int(os.environ["SYNCPRIMS_RANK"]) if world.change is None else -1
+    state: dict[str, Any] = {"step": 0, "sum": 0}
+    stop, changes, change = sp.Trigger("stop"), list[Any](), world.change
+    while not (world.epoch >= 2 and sp.get_world_size() == 4 and state["step"] >= 60):
+        try:
+            if change is not None:
+                changes.append(change._replace(rank_before=None))
+                state, change = sp.hand_over(state, change), None
+                signs.give("they go on")
+            if first in victims and state["step"] == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            added = sp.all_reduce(1)
+            state = {"step": state["step"] + 1, "sum": state["sum"] + added}
+            if stop.check():
+                break
+            if stop.joiners:
+                state["step"] = 50
                 change = sp.reform()
-        return first, sp.get_rank(), sp.get_world_size(), state, changes
+        except LOST:
+            change = sp.reform()
+    own = [first, sp.get_rank(), sp.get_world_size(), sp.get_node_rank(), sp.get_local_rank()]
+    return own, state, changes
+
+
+@pytest.mark.parametrize(
+    ("hosts", "victims", "nodes"),
+    [
+        ("", [1], [0, 0, 0, 0]),  # one host, without a store
+        ("0000 0", [1], [0, 0, 0, 0]),
+        ("0011 0", [1], [0, 1, 1, 0]),  # where others of its host live
+        ("0122 1", [1], [0, 1, 1, 2]),  # where nobody lives any more
+        ("0011 2", [1], [0, 1, 1, 2]),  # on a host that the run did not have
+        ("0011 22", [2, 3], [0, 0, 1, 1]),  # two at once, in place of a whole host
+    ],
+)
+def test_a_process_joins_in_place_of_a_lost_rank(
+    hosts: str, victims: list[int], nodes: list[int], meeting_place: Path, signs: Signs
+) -> None:
+    """It enters in a `reform` that the others make when a check says that it waits."""
+    count = 4 + len(victims)
 
     def started() -> Any:
-        if os.environ["SYNCPRIMS_RANK"] == "3":  # in this test, a second process of rank 1
-            signs.wait("they go on")
         rank = int(os.environ["SYNCPRIMS_RANK"])
-        os.environ.update(make_rank_variables(1 if rank == 3 else rank, 3))
-        return program()
+        if rank >= 4:  # in this test, a second process of a lost rank
+            signs.wait("they go on")
+        own = [0, 1, 2, 3, *victims][rank]
+        os.environ.update(make_rank_variables(own, 4, 2 if hosts else 1))
+        if hosts:
+            place = meeting_place / f"host-{hosts.replace(' ', '')[rank]}"
+            place.mkdir(mode=0o700, exist_ok=True)
+            os.environ["SYNCPRIMS_DIR"] = str(place)
+        return go_on_until_joined(victims, signs)
 
-    ranks = Ranks(Kind("file", 4), meeting_place)
-    results = ranks.outcomes(started, start=False, SYNCPRIMS_ELASTIC="1")
-    assert isinstance(results.pop(1), Died)
-    of_joiner = results.pop()
-    states = [state for _, _, _, state, _ in (*results, of_joiner)]
-    assert states == [states[0]] * 3, results
-    assert [(first, rank, size) for first, rank, size, *_ in results] == [(0, 0, 3), (2, 1, 3)]
-    assert of_joiner[:3] == (-1, 2, 3)
-    left, joined = results[0][4]
-    assert left.members == (0, 2)
-    assert left.lost == (1,)
-    assert joined.members == (0, 1, None)
-    assert joined.joined == (2,)
-    assert of_joiner[4] == [joined]
+    ranks = Ranks(Kind("torch" if hosts else "file", count), meeting_place)
+    with served_store() as store:
+        variables = {**store.variables, "SYNCPRIMS_HEARTBEAT": "3"} if hosts else {}
+        results = ranks.outcomes(started, start=False, SYNCPRIMS_ELASTIC="1", **variables)
+    assert all(isinstance(results.pop(rank), Died) for rank in reversed(victims)), results
+    results.sort(key=lambda result: result[0][1])
+    assert [result[1] for result in results] == [results[0][1]] * 4, results
+    numbers = [own for own, *_ in results]
+    local = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+    survivors = [rank for rank in range(4) if rank not in victims]
+    firsts = [*survivors, *[-1] * len(victims)]
+    assert numbers == [[f, r, 4, nodes[r], local[r]] for r, f in enumerate(firsts)]
+    changes = results[0][2]
+    assert sum(len(change.lost) for change in changes) == len(victims)
+    assert [rank for change in changes for rank in change.joined] == [*range(len(survivors), 4)]
+    assert all(seen == changes[-len(seen) :] for _, _, seen in results)
+    if len(victims) == 1:
+        left, joined = changes
+        assert left[1:4] == (tuple(survivors), (1,), ())
+        assert joined[1:4] == ((0, 1, 2, None), (), (3,))
+
+
+def test_an_elastic_run_that_has_ended_can_begin_again(meeting_place: Path) -> None:
+    """Its ranks meet at the same store, which knows the run that has ended."""
+    ranks = Ranks(Kind("torch", 2, 2), meeting_place)
+    with served_store() as store:
+        more: Any = {**store.variables, "SYNCPRIMS_ELASTIC": "1", "SYNCPRIMS_RUN_ID": "again"}
+        for _ in range(2):
+            assert ranks.outcomes(lambda: sp.all_reduce(1), **more) == [2, 2]
 
 
 def test_backends_that_cannot_say_so(meeting_place: Path) -> None:
