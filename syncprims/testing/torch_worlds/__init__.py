@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import pickle
 import tempfile
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -307,12 +308,35 @@ class _SameParameters:
 
 
 @contextlib.contextmanager
+def _advise_on_spawn() -> Generator[None]:
+    """Within the block, a rank that starts ranks by ``torch.multiprocessing`` warns first."""
+    module: Any = importlib.import_module("torch.multiprocessing.spawn")
+    start = module.start_processes
+
+    def advise(*args: Any, **named: Any) -> Any:
+        text = (
+            "a rank of a test world starts processes, which are not ranks of this world. A test "
+            "that starts its own ranks needs no world around it: run it with pytest "
+            "--syncprims-worlds"
+        )
+        warnings.warn(text, stacklevel=3)
+        return start(*args, **named)
+
+    module.start_processes = advise
+    try:
+        yield
+    finally:
+        module.start_processes = start
+
+
+@contextlib.contextmanager
 def _serve(store: Path) -> Generator[None]:
     """Serve, within the block, every group that this process opens; `store` is a file."""
     with (
         replaced_rendezvous(_Rendezvous(store)),
         serve_every_backend(),
         before_ddp_forward(_SameParameters(store)),
+        _advise_on_spawn(),
     ):
         yield
 
