@@ -336,7 +336,23 @@ def joined(directory: PrivateDirectory) -> dict[int, bool]:
     """Return the ranks that have ever joined the world in `directory`, and whether they live."""
     found = [re.fullmatch(r"alive-(0|[1-9][0-9]{0,8})", name) for name in directory.names()]
     ranks = sorted(int(name[1]) for name in found if name is not None)
-    return {rank: not _is_free(directory.fd, rank) for rank in ranks}
+    return {rank: not _is_unlocked(directory, rank) for rank in ranks}
+
+
+def _is_unlocked(directory: PrivateDirectory, rank: int) -> bool:
+    """Return whether no process holds the lock of `rank`: its process is gone.
+
+    Without the file this is not known, and False: something has removed it.
+
+    :raises ConfigurationError: if the file is something else.
+    """
+    try:
+        with directory.opened(_lock_name(rank), os.O_RDWR) as fd:
+            # Shared, so that two ranks that check at the same moment do not see each other.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    return True
 
 
 def _lock_name(rank: int) -> str:
