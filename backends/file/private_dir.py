@@ -372,7 +372,7 @@ def _not_ours(path: Path) -> ConfigurationError:
 
 def _why_not(path: Path, error: OSError) -> str:
     if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EEXIST):
-        kind = "a link" if path.is_symlink() else "no directory"
+        kind = "a link" if path.is_symlink() else "not a directory"
         return f"{path} cannot be used as a meeting place: it is {kind}; remove it, or {_CURE}"
     reason = error.strerror or type(error).__name__
     return f"{path} cannot be used as a meeting place: {reason}; make it writable, or {_CURE}"

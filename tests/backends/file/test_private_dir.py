@@ -124,9 +124,9 @@ DIRECTORIES: list[tuple[str, Callable[[Path, Victim], object], str]] = [
     ("squatted, open to all", lambda path, _: path.mkdir(0o777), "belongs to user 65534"),
     ("link", lambda path, victim: path.symlink_to(victim.folder), "a link"),
     ("dangling link", lambda path, victim: path.symlink_to(victim.folder / "new"), "a link"),
-    ("pipe", lambda path, _: os.mkfifo(path), "no directory"),
-    ("file", lambda path, _: path.touch(), "no directory"),
-    ("socket", lambda path, _: bind(path), "no directory"),
+    ("pipe", lambda path, _: os.mkfifo(path), "not a directory"),
+    ("file", lambda path, _: path.touch(), "not a directory"),
+    ("socket", lambda path, _: bind(path), "not a directory"),
 ]
 
 
