@@ -300,8 +300,8 @@ class TwoLevelBoard(Board):
         if silence >= limit:
             return (
                 f"host {name} has given no sign of life for {silence:.0f} s: it is gone or cut "
-                f"off, or all its ranks are stopped, or in C code that holds Python's lock "
-                f"(SYNCPRIMS_HEARTBEAT allows more)"
+                f"off, or all its ranks are killed, stopped, or in C code that holds Python's "
+                f"lock (SYNCPRIMS_HEARTBEAT allows more)"
             )
         store_host = connection.store_host
         if store_host not in (host, connection.host) and store_host in self._hosts:

@@ -23,7 +23,7 @@ class TinyBackend(Backend):
     def __init__(self, topology: Topology, settings: Settings) -> None:
         super().__init__(topology, settings)
         self.root = Path(settings.directory or tempfile.gettempdir()) / f"tiny-{topology.run_id}"
-        self.root.mkdir(exist_ok=True)
+        self.root.mkdir(parents=True, exist_ok=True)
         self.write("alive", str(os.getpid()).encode())
 
     def board(self, members: Sequence[int], name: str = "") -> TinyBoard:
