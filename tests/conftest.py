@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import filelock
 import pytest
@@ -19,9 +20,6 @@ from support.rank_worlds import Kind, Ranks, Scripts, Signs
 
 # A public call would start the world that the test says is not there.
 from syncprims._world import runtime
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
 
 HERE = Path(__file__).parent
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from support.rank_worlds import Ranks
 from support.training_models import (
     alone,
     everywhere,
@@ -37,11 +39,6 @@ from syncprims.accelerate.utils import (
     TorchDynamoPlugin,
 )
 from syncprims.training import prepare_data_loader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from support.rank_worlds import Ranks
 
 
 class FP8RecipeKwargs(KwargsHandler): ...

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from support.accelerate_scripts import installed, load, outcomes
+from support.rank_worlds import Ranks
 from support.training_models import TRAINED
 
 import syncprims
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from types import ModuleType
-
-    from support.rank_worlds import Ranks
 
 pytestmark = [
     pytest.mark.skipif(installed() is None, reason="needs accelerate"),

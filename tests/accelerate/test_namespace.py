@@ -8,22 +8,19 @@ import io
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import KINDS
+from support.rank_worlds import Ranks
 from support.training_models import alone, everywhere, feed, numbers, unit_model
 
 from syncprims import accelerate, get_rank
 from syncprims.accelerate import Accelerator, PartialState, debug_launcher, utils
 from syncprims.accelerate.logging import get_logger
 from syncprims.accelerate.state import AcceleratorState, GradientState
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from support.rank_worlds import Ranks
 
 in_threads = pytest.mark.parametrize(
     "kind", [k for k in KINDS if str(k) == "threads-2"], ids=str, indirect=True

@@ -8,23 +8,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from support import ROOT
 from support.accelerate_scripts import installed, port
 from support.rank_environment import free_port
-from support.rank_worlds import Kind
+from support.rank_worlds import Kind, Ranks
 from support.training_models import TRAINED
 
 from syncprims.accelerate import Accelerator
 from syncprims.training import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from support.rank_worlds import Ranks
 
 pytestmark = [
     pytest.mark.skipif(installed() is None, reason="needs accelerate"),

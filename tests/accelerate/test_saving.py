@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from support.rank_worlds import Signs
+from support.rank_worlds import Ranks, Signs
 from support.training_models import alone, everywhere, in_pairs, numbers, small_model
 from torch import nn
 
@@ -17,11 +18,6 @@ import syncprims as sp
 from syncprims import CollectiveMismatch, PeerLost
 from syncprims.accelerate import Accelerator, load_checkpoint_in_model
 from syncprims.training import CheckpointError, Checkpoints
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from support.rank_worlds import Ranks
 
 
 def job_of(seed: int) -> tuple[Any, Any, Any]:

@@ -8,22 +8,19 @@ import dataclasses
 import enum
 import math
 import types
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from conftest import several
 from support import warm_torch  # noqa: F401
+from support.rank_worlds import Ranks
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from support.rank_worlds import Ranks
 
 
 class Pair(NamedTuple):

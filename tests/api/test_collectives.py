@@ -6,22 +6,18 @@ import contextvars
 import dataclasses
 import math
 import threading
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from conftest import in_processes, several
-from support.rank_worlds import PATIENCE
+from support.rank_worlds import PATIENCE, Ranks
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
-    from support.rank_worlds import Ranks
 
 VALUES: list[Any] = [
     None,

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import in_processes, several
+from support.rank_worlds import Ranks, Signs
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from support.rank_worlds import Ranks, Signs
 
 
 def test_main_goes_first(world: Ranks, tmp_path: Path) -> None:

@@ -8,16 +8,14 @@ import json
 import logging
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from conftest import in_processes
 from support.rank_environment import clean_environ
+from support.rank_worlds import Ranks
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from support.rank_worlds import Ranks
 
 
 def test_print_main_prints_once(world: Ranks) -> None:

@@ -8,20 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import pytest
 from conftest import in_processes, several
+from support.rank_worlds import Ranks, Scripts
 
 import syncprims as sp
 from syncprims.testing import run_world
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
-
-    from support.rank_worlds import Ranks, Scripts
 
 
 @pytest.mark.parametrize("lag", [0, 1])

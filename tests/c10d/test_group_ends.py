@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from conftest import in_processes, several
 from support.process_groups import dist, process_group
+from support.rank_worlds import Ranks
 
 import syncprims as sp
 from syncprims.testing import run_world
-
-if TYPE_CHECKING:
-    from support.rank_worlds import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from conftest import in_processes, several
 from support.process_groups import dist, process_group, seconds
+from support.rank_worlds import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from support.rank_worlds import Ranks
 
 # Torch renames its functions, and warns of the names that older versions know.
 pytestmark = [in_processes, pytest.mark.filterwarnings("ignore::FutureWarning")]

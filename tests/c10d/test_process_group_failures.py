@@ -5,21 +5,17 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from conftest import in_processes, several
 from support.process_groups import dist, process_group, seconds
+from support.rank_worlds import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from support.rank_worlds import Ranks
 
 pytestmark = [in_processes, pytest.mark.filterwarnings("ignore::FutureWarning")]
 

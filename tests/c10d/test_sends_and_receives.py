@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from conftest import in_processes, several
 from support.process_groups import dist, process_group
+from support.rank_worlds import Ranks
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from support.rank_worlds import Ranks
 
 pytestmark = [in_processes, pytest.mark.filterwarnings("ignore::FutureWarning")]
 

@@ -8,15 +8,12 @@ import signal
 import subprocess
 import sys
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from support import ROOT
 from support.launches import Launches
 from support.rank_environment import PATIENCE, clean_environ
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills ranks by pid")
 

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from support.observed import await_report
@@ -21,9 +22,6 @@ from support.rank_worlds import PATIENCE
 from syncprims.cli import main
 from syncprims.who.processes import find_py_spy
 from syncprims.who.verdict import NOTABLE
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 

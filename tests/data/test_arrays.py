@@ -9,7 +9,8 @@ import signal
 import threading
 import time
 import zlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,9 +22,6 @@ import syncprims as sp
 
 # Equal encodings are equal types; the pieces are made small.
 from syncprims._data import codec, transport
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DTYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 #: Items of 8 bytes: around what a note holds, and around pieces of the shared memory.

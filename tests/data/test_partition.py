@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.rank_worlds import Ranks
 
 import syncprims as sp
 
 # Shares for numbers of ranks that no test starts.
 from syncprims._data.partition import split
-
-if TYPE_CHECKING:
-    from support.rank_worlds import Ranks
 
 
 def shares(items: Any, count: int, *, pad: bool = False) -> list[Any]:

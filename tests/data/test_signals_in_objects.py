@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from conftest import in_processes, several
+from support.rank_worlds import Ranks
 
 import syncprims as sp
 from syncprims.testing import run_world
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from support.rank_worlds import Ranks
 
 
 class Preempted(RuntimeError):

@@ -13,16 +13,14 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def values(tensor: Any) -> list[float]:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
 from support import ROOT
 from support.network_hosts import network, why_not
 from support.pages import blocks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 MANIFESTS: dict[str, Any] = {
     manifest["kind"]: manifest

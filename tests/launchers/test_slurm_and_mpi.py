@@ -11,18 +11,15 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from support import ROOT
 from support.network_hosts import Network, why_not
 from support.pages import blocks
 from support.rank_environment import PATIENCE
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "mpirun")
 _CONF = """

@@ -9,15 +9,12 @@ import difflib
 import importlib
 import inspect
 import re
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from support.pages import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
 
 GOLDEN = Path(__file__).with_name("surface.txt")
 MODULES = (

@@ -7,22 +7,19 @@ import os
 import re
 import runpy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from conftest import several
+from support.rank_worlds import Ranks
 
 import syncprims as sp
 
 # Its limit takes more call sites than a program has.
 from syncprims._protocol.call_site import NoteCache
 from syncprims.testing import run_world
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from support.rank_worlds import Ranks
 
 #: Every call that carries a value or a flag, with a name.
 CALLS: dict[str, Callable[[str], object]] = {

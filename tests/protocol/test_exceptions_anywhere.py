@@ -12,8 +12,10 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,11 +28,7 @@ from syncprims._api.trigger import SelfClearingTrigger
 from syncprims.testing.world_spec import WorldSpec
 from syncprims.testing.worlds import run_once
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import CodeType, FrameType
-
-    Disturb = Callable[[Callable[[], Any]], Any]
+Disturb = Callable[[Callable[[], Any]], Any]
 
 
 _ROOT = Path(sp.__file__).parent

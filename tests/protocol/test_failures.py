@@ -9,19 +9,17 @@ import pickle
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import in_processes, several
 from support.rank_worlds import Died, Kind, Ranks, Signs
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 def caught(call: Callable[[], Any]) -> sp.SyncError:

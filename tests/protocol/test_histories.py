@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from support import random_programs
 from support.rank_worlds import Kind, Ranks, served_store
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CHUNK = 25
 

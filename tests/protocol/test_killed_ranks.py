@@ -9,8 +9,9 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from support.rank_worlds import Died, Kind, Ranks, Signs, await_end
@@ -22,9 +23,6 @@ from syncprims._world import runtime
 
 # The backend is imported before the ranks are forked.
 from syncprims._world.registry import load_backend
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
 
 VICTIM, LATE = 1, 2
 

@@ -7,7 +7,8 @@ import re
 import threading
 from collections.abc import Callable
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,6 @@ from support.rank_worlds import Kind, Ranks, Signs
 
 import syncprims as sp
 from syncprims.testing import run_world
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pairs = several(2)
 

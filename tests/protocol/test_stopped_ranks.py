@@ -10,18 +10,16 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.rank_worlds import PATIENCE, Kind, Ranks, fork
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 TRIO = Kind("file", 3)
 DEADLINE = 0.7  # seconds

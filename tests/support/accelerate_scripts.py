@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 import sys
 import types
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+from typing import Any
 
 _IMPORT = re.compile(r"^(\s*)(from|import) accelerate\b", re.MULTILINE)
 

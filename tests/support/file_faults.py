@@ -7,9 +7,10 @@ import errno
 import os
 import shutil
 import signal
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors.torch import load_file
@@ -26,10 +27,6 @@ from syncprims.training import (
     save_state,
 )
 from syncprims.training.checkpoints import filesystem
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
 
 #: The calls of `os` that checkpoints use. A test checks that there are no others.
 CALLS = (

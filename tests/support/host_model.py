@@ -11,13 +11,11 @@ links), a host dies, a deadline passes. A host whose requests are not answered m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from syncprims.interface import Label, Note
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _decisions: Any = import_module("syncprims.backends.torch.decisions")
 NOTE = Note(Label("barrier"))

@@ -9,8 +9,9 @@ import pickle
 import shutil
 import socket
 import stat
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,6 @@ from support.rank_worlds import Kind, Ranks, fork
 
 # Only the launcher sets these variables.
 from syncprims._world.launchers import make_rank_variables
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
 
 OTHER_USER = 65534
 RUN = "planted"

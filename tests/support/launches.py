@@ -7,13 +7,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from support.rank_environment import PATIENCE, clean_environ
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
 
 HEAD = "import os, signal, subprocess, sys, time\nfrom syncprims import *\n"
 

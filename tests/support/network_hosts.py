@@ -15,13 +15,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from support.rank_environment import PATIENCE, clean_environ
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
 
 PORT = "29400"  # networks are private, so runs do not collide
 _TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")

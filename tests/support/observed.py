@@ -7,17 +7,15 @@ import os
 import signal
 import time
 import uuid
+from collections.abc import Callable, Generator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import syncprims as sp
 from support.rank_environment import free_port
 from support.rank_worlds import PATIENCE, Kind, environment, fork
 from syncprims.who.observation import Observation, WorldReport
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-    from pathlib import Path
 
 
 def _be_rank(program: Callable[[], Any]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from collections.abc import Callable, Generator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -13,10 +15,6 @@ import torch.distributed
 import syncprims as sp
 import syncprims.c10d
 from support import warm_torch as warm_torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-    from pathlib import Path
 
 T = TypeVar("T")
 dist: Any = torch.distributed

@@ -15,24 +15,19 @@ import signal
 import threading
 import time
 import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 import syncprims as sp
-from support.rank_worlds import PATIENCE, environment, fork
+from support.rank_worlds import PATIENCE, ServedStore, environment, fork
 from support.rank_worlds import Kind as World
 
 # Behind check_trigger, of which a program has one: here each case has its own.
 from syncprims._api.trigger import SelfClearingTrigger
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from support.rank_worlds import ServedStore
-
 
 Kind = Literal[
     "init", "barrier", "broadcast", "all_reduce", "all_gather", "any_rank", "all_ranks", "check",

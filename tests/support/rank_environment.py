@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 # No public call lists the variables of all launchers.
 from syncprims._world.launchers import list_rank_variables
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 #: Seconds after which what a test has started counts as hanging: far more than anything takes on a
 #: busy machine, and less than pytest's own limit for a test, whose report says less.

@@ -17,9 +17,10 @@ import time
 import traceback
 import uuid
 import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch  # noqa: F401 - imported once, before ranks fork, because it takes seconds
@@ -32,9 +33,6 @@ from support.rank_environment import clean_environ, free_port
 from syncprims._world.launchers import make_rank_variables
 from syncprims.testing.world_spec import WorldSpec
 from syncprims.testing.worlds import run_once
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
 
 
 class Kind(NamedTuple):

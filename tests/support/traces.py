@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import pytest
 
 from syncprims.errors import format_ranks
 from syncprims.interface import Label, Topology
 from syncprims.tracing import recorder as recording
 from syncprims.tracing.reading import TraceRun, find_runs, read_run
 from syncprims.tracing.recorder import Recorder
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import pytest
 
 SECOND = 10**9
 

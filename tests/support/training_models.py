@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,7 @@ from conftest import KINDS
 from torch import nn
 from torch.utils.data import DataLoader
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from syncprims.accelerate import Accelerator
+from syncprims.accelerate import Accelerator
 
 torch.set_num_threads(1)  # ranks share the processors
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 import syncprims as sp
 from syncprims.testing import Kill, UncontrolledError, access, every_point, explore, run_world
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 #: What a rank does, in order: it reads or writes (True) a thing, or comes to a barrier (None).
 Program = list[tuple[str, bool] | None]

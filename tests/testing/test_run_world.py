@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -35,10 +36,8 @@ from syncprims.testing import (
     run_world,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+Kinds = Literal["threads", "processes"]
 
-    Kinds = Literal["threads", "processes"]
 
 KINDS = ["threads", "processes"]
 both = pytest.mark.parametrize("kind", KINDS)

@@ -7,13 +7,10 @@ import fcntl
 import os
 import tempfile
 import time
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from syncprims.interface import Backend, Board, Note, Settings, Status, Topology
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
 
 
 class TinyBackend(Backend):

@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,18 +21,13 @@ from syncprims.cli.console import Style
 from syncprims.cli.trace import report
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.tracing import pictures
-from syncprims.tracing.analysis import analyse
+from syncprims.tracing.analysis import Analysis, analyse
 from syncprims.tracing.pictures import LATE, WAITS, draw_image
 from syncprims.tracing.reading import find_runs, read_run
 from syncprims.tracing.recorder import ENTRY, Recorder
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+Plant = Callable[..., Planted]
 
-    from syncprims.tracing.analysis import Analysis
-
-    Plant = Callable[..., Planted]
 
 AT = 1000 * SECOND
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,13 +19,8 @@ from support.traces import Entry, Warnings, entries, only_run
 
 import syncprims as sp
 from syncprims.testing import explore, run_world
-from syncprims.tracing.reading import find_runs, read_run
+from syncprims.tracing.reading import TraceRun, find_runs, read_run
 from syncprims.tracing.recorder import ROUND
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from syncprims.tracing.reading import TraceRun
 
 FEW = pytest.mark.parametrize(
     "kind", [Kind("single", 1), Kind("file", 2), Kind("threads", 4)], ids=str, indirect=True

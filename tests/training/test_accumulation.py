@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+from collections.abc import Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from support.rank_worlds import Ranks
 from support.training_models import (
     alone,
     close,
@@ -29,6 +31,7 @@ from support.training_models import (
 from torch import nn
 
 import syncprims
+from syncprims.accelerate import Accelerator
 from syncprims.training import (
     Accumulator,
     PreparedOptimizer,
@@ -37,13 +40,6 @@ from syncprims.training import (
     prepare,
     unwrap_model,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from support.rank_worlds import Ranks
-
-    from syncprims.accelerate import Accelerator
 
 
 @everywhere

@@ -7,11 +7,14 @@ import gc
 import itertools
 import random
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from support.rank_worlds import Ranks
 from support.training_models import (
     TRAINED,
     alone,
@@ -46,12 +49,6 @@ from syncprims.training import (
     to_device,
 )
 from syncprims.training.data.batch_shards import BatchShard, ShardPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from support.rank_worlds import Ranks
 
 
 def dealt(length: int, size: int, ranks: int = 2, *, drop_last: bool = False, **how: bool) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support.checkpoint_worlds import Alone
 from support.process_groups import with_gloo
 from support.rank_worlds import Kind, Ranks
 from support.training_models import feed, new_job, numbers, small_model
@@ -14,13 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncprims
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from support.checkpoint_worlds import Alone
-
-    Program = Callable[[], Any]
+Program = Callable[[], Any]
 
 
 @pytest.fixture

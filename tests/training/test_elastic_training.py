@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import syncprims as sp
 from syncprims.testing import Join, Kill, run_world
 from syncprims.training import Accumulator, Checkpoints, prepare, set_seed
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LOST = (sp.PeerLost, sp.PeerFailed)
 

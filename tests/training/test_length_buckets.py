@@ -6,25 +6,20 @@ The only exception is padding at the end of a round, which `gather_for_metrics` 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import accumulate, pairwise, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from support.rank_worlds import Kind
+from support.rank_worlds import Kind, Ranks
 from support.training_models import new_job
 from torch.utils.data import DataLoader, Sampler
 
 import syncprims
+from syncprims.accelerate import Accelerator
 from syncprims.training import skip_first_batches
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from support.rank_worlds import Ranks
-
-    from syncprims.accelerate import Accelerator
 
 SIZE = 6  # to be cut for one, two and three ranks
 MIXED = [

@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from support.rank_worlds import Ranks
 from support.training_models import alone, everywhere, gradient, new_job, numbers, ones, unit_model
 from torch import nn
 
 import syncprims
 from syncprims.training import Accumulator, Precision, prepare, unwrap_model
-
-if TYPE_CHECKING:
-    from support.rank_worlds import Ranks
 
 
 @alone

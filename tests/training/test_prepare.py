@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, assert_type
+from typing import Any, NamedTuple, assert_type
 
 import pytest
 import torch
+from support.rank_worlds import Ranks
 from support.training_models import alone, in_pairs, new_job, numbers, rows
 from torch import nn
 from torch.utils.data import DataLoader
@@ -23,11 +25,6 @@ from syncprims.training import (
     unwrap_model,
 )
 from syncprims.training.gathering import broadcast
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from support.rank_worlds import Ranks
 
 
 class Net(torch.nn.Linear):

@@ -15,8 +15,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from support.observed import await_report, running
@@ -35,9 +36,6 @@ from syncprims.interface import Label, Status, WaitView
 from syncprims.who import WorldReport, processes, who
 from syncprims.who.observation import Observation
 from syncprims.who.verdict import BoardView, RankWait, WorldView, judge
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from conftest import in_processes, several
 from support.rank_environment import clean_environ
+from support.rank_worlds import Ranks
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from support.rank_worlds import Ranks
 
 
 def say(code: str, **variables: str) -> tuple[int, str]:

@@ -7,17 +7,15 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.rank_worlds import PATIENCE, Kind, Ranks, Scripts, Signs, await_end
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +19,6 @@ from syncprims._protocol.deadlock import DeadlockDetector
 from syncprims._world.registry import load_backend
 from syncprims.errors import format_ranks, name_ranks, parse_ranks
 from syncprims.interface import Settings, Topology
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-    from pathlib import Path
 
 SETS: list[list[int]] = [[], [0], [3, 1], [0, 1, 2, 5, 7, 8], [*range(5000)], [*range(1, 5000, 2)]]
 

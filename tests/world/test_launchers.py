@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.launcher_variables import MPICH, OPEN_MPI, OURS, SHELL, SLURM, SLURM_JOB, TORCHRUN, env
@@ -16,10 +18,6 @@ from syncprims._world.launchers import detect, find_half_world, find_spread, mak
 # Pure functions of the environment, without a process for each case.
 from syncprims._world.settings import derive_store, read_settings
 from syncprims.interface import UNKNOWN, Topology
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 #: What the first of two daemons, one on each node, has of SLURM.
 DAEMON = env(

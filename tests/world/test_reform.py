@@ -6,14 +6,15 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from support.random_programs import Kind as StepKind
 from support.random_programs import Step, draw_step, make_call, value
-from support.rank_worlds import Died, Kind, Ranks, served_store
+from support.rank_worlds import Died, Kind, Ranks, Signs, served_store
 
 import syncprims as sp
 
@@ -21,12 +22,8 @@ import syncprims as sp
 from syncprims._world.launchers import make_rank_variables
 from syncprims.testing import DeadlockError, Fault, FaultMissed, Join, Kill, every_point, run_world
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+WorldKind = Literal["threads", "processes"]
 
-    from support.rank_worlds import Signs
-
-    WorldKind = Literal["threads", "processes"]
 
 LOST = (sp.PeerLost, sp.PeerFailed)
 both_kinds = pytest.mark.parametrize("world_kind", ["threads", "processes"])

@@ -10,17 +10,15 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from support.rank_worlds import PATIENCE, Kind, Ranks, environment, fork
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PAIR = Kind("file", 2)
 PHASES = b"jbrl"  # about to join, broadcast, reduce, and leave

@@ -11,8 +11,9 @@ import random
 import re
 import signal
 import time
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from support.intruders import RUN, RUN_NAME, Remains, attempt, outcome_of
@@ -22,9 +23,6 @@ import syncprims as sp
 
 # Only the launcher sets these variables.
 from syncprims._world.launchers import make_rank_variables
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
 
 Damage = tuple[str, "Callable[[Path], object]"]
 

@@ -6,9 +6,10 @@ import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Generator
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from support.intruders import needs_root
@@ -18,9 +19,6 @@ import syncprims as sp
 
 # The backend is imported before the ranks are forked.
 from syncprims._world.registry import load_backend
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 load_backend("file")
 filesystems: Any = import_module("syncprims.backends.file.filesystems")

@@ -8,8 +8,8 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from support.intruders import (
@@ -30,9 +30,6 @@ from support.rank_worlds import Kind, Ranks
 
 # The backend is imported before the ranks are forked.
 from syncprims._world.registry import load_backend
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
 
 pytestmark = needs_root
 

@@ -8,17 +8,13 @@ import resource
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
-from support.rank_worlds import Died, Kind, Ranks
+from support.rank_worlds import Died, Kind, Ranks, Signs
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from support.rank_worlds import Signs
 
 _NOBODY = 65534
 

@@ -6,8 +6,9 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,6 @@ import syncprims as sp
 
 # The backend is imported before the ranks are forked.
 from syncprims._world.registry import load_backend
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 KINDS = [Kind("file", 2), Kind("torch", 2), Kind("torch", 4, hosts=2)]
 on_each = pytest.mark.parametrize("kind", KINDS, ids=str)

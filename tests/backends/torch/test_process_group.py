@@ -6,16 +6,14 @@ import contextlib
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.rank_environment import free_port
 from support.rank_worlds import Died, Kind, Ranks, Scripts, Signs, served_store
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_world_says_whether_there_is_one(world: Ranks, kind: Kind) -> None:

@@ -6,15 +6,10 @@ import json
 import random
 import re
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
-from support.network_hosts import network, why_not
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from support.network_hosts import Network
+from support.network_hosts import Network, network, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

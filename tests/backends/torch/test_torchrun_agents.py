@@ -6,14 +6,12 @@ import json
 import subprocess
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
 import pytest
 from support.rank_environment import environ_of_ranks, free_port
 from support.rank_worlds import PATIENCE
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _HEAD = """
 import json, os, signal, sys, time

@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.host_model import Model, explore
@@ -14,10 +16,6 @@ from support.network_hosts import network, why_not
 from support.rank_worlds import Kind, Ranks, Signs, fork, served_store
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 LIMIT = 2.0  # seconds: SYNCPRIMS_HEARTBEAT
 

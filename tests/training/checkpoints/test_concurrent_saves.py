@@ -8,8 +8,9 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from support.file_faults import SETUPS, Net, Setup, Watched, watched
@@ -25,9 +26,6 @@ from syncprims.training import (
     save_state,
 )
 from syncprims.training.checkpoints import commit, filesystem
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def listing(folder: Path) -> set[str]:

@@ -10,13 +10,15 @@ import resource
 import shutil
 import struct
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import xxhash
-from support.checkpoint_worlds import Kept
+from support.checkpoint_worlds import Alone, Kept
 from support.file_faults import watched
 from support.rank_worlds import Kind, Ranks
 from torch import nn
@@ -24,13 +26,6 @@ from torch import nn
 import syncprims as sp
 from syncprims.training import load_checkpoint_in_model, load_state, save_model, save_state
 from syncprims.training.checkpoints.integrity import BLANK, SEAL, dump, put_seal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from support.checkpoint_worlds import Alone
-
 
 #: Replacements for values in a JSON document.
 STRANGE: list[Any] = [

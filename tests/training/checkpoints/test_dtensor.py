@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +19,6 @@ from torch.distributed.tensor import DTensor, Partial
 
 import syncprims as sp
 from syncprims.training import load_checkpoint_in_model, load_state, save_model, save_state
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of what is new in it
 

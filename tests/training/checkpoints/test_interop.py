@@ -8,21 +8,19 @@ import inspect
 import shutil
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_model as safetensors_load
 from safetensors.torch import save_model as safetensors_save
 from support import warm_torch  # noqa: F401
+from support.checkpoint_worlds import Alone
 from support.rank_worlds import Kind, Ranks
+from torch import nn
 
 from syncprims.accelerate import Accelerator, load_checkpoint_in_model
 from syncprims.training import save_model
-
-if TYPE_CHECKING:
-    from support.checkpoint_worlds import Alone
-    from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,6 @@ from syncprims.training import (
     save_model,
     save_state,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def small() -> nn.Module:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from support.checkpoint_worlds import Alone
 from support.file_faults import NEW, NONE, OLD, SETUPS, Setup, Watched
 
 import syncprims as sp
 from syncprims.training.checkpoints import filesystem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from support.checkpoint_worlds import Alone
-
 
 _ALL_SELECTIONS = 7  # up to this many changes; for more: each alone, each left out, and each prefix
 

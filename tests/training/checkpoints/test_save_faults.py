@@ -9,7 +9,9 @@ import signal
 import sys
 import threading
 from collections import Counter as Tally
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from support import ROOT
@@ -28,11 +30,6 @@ from support.file_faults import (
 )
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-    from pathlib import Path
-
 
 #: (setup, over an older save?, every how many-th call of any rank): in the tests of every day.
 SHORT = [

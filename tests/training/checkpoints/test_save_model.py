@@ -7,8 +7,9 @@ import json
 import os
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +31,6 @@ from syncprims.training import (
 )
 from syncprims.training.checkpoints import async_save
 from syncprims.training.checkpoints.states import read_manifest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 ODD = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn,

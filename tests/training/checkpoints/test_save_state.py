@@ -14,8 +14,9 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,9 +30,6 @@ from torch import nn
 
 import syncprims as sp
 from syncprims.training import Checkpoints, load_state, save_state
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
 
 
 class Order:
