@@ -35,9 +35,7 @@ def step(job: Any, model: Any, optimizer: Any) -> None:
 
 @everywhere
 @pytest.mark.parametrize("guarded", [True, False])
-def test_a_guarded_save_is_loaded_and_says_what_it_has_not(
-    world: Ranks, guarded: bool, tmp_path: Path
-) -> None:
+def test_a_guarded_save_says_what_it_has_not(world: Ranks, guarded: bool, tmp_path: Path) -> None:
     def program() -> Any:
         job, model, optimizer = job_of(1)
         step(job, model, optimizer)
@@ -83,7 +81,7 @@ def test_parts_of_an_older_save_are_not_mixed_in(world: Ranks, tmp_path: Path) -
 
 
 @alone
-def test_gradients_that_wait_are_dropped_and_a_warning_says_so(
+def test_pending_gradients_go(
     world: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def program() -> None:
@@ -102,9 +100,7 @@ def test_gradients_that_wait_are_dropped_and_a_warning_says_so(
 
 
 @in_pairs
-def test_a_model_takes_the_weights_that_it_has_a_parameter_for(
-    world: Ranks, tmp_path: Path
-) -> None:
+def test_a_model_takes_weights_that_it_has_parameters_for(world: Ranks, tmp_path: Path) -> None:
     def program() -> list[bool]:
         job = Accelerator(project_dir=tmp_path)
         saved = job.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
@@ -221,9 +217,7 @@ def values(*models: nn.Module) -> list[float]:
 
 @everywhere
 @pytest.mark.parametrize("named", [True, False])
-def test_a_model_that_hooks_save_and_load_is_theirs(
-    world: Ranks, named: bool, tmp_path: Path
-) -> None:
+def test_a_model_that_hooks_save_is_theirs(world: Ranks, named: bool, tmp_path: Path) -> None:
     """Main saves the second by itself, as pipelines of diffusion models do."""
 
     def program() -> Any:
@@ -309,9 +303,7 @@ def test_a_hook_that_raises_on_one_rank_is_told_on_all(world: Ranks, tmp_path: P
 
 @everywhere
 @pytest.mark.parametrize("hooked", [True, False])
-def test_a_save_behind_the_training_keeps_its_number(
-    world: Ranks, hooked: bool, tmp_path: Path
-) -> None:
+def test_a_save_behind_keeps_its_number(world: Ranks, hooked: bool, tmp_path: Path) -> None:
     """The next save, or load, takes its own number when that is done, and not before."""
 
     def program() -> Any:

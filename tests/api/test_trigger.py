@@ -124,9 +124,7 @@ def test_the_worlds_own_trigger(world: Ranks) -> None:
     assert world.run(program) == [[False, True, False]] * world.ranks
 
 
-def test_the_worlds_own_trigger_is_set_before_it_starts_and_not_after_its_end(
-    scripts: Scripts,
-) -> None:
+def test_the_worlds_own_trigger_is_set_before_its_start(scripts: Scripts) -> None:
     ended = scripts.run(
         """
 set_trigger("early")

@@ -62,7 +62,7 @@ def test_a_run_that_was_written_down_starts(tmp_path: Path, clean: dict[str, str
         (["/dev/stdin"], "/dev/stdin is the standard input"),
     ],
 )
-def test_a_script_that_cannot_run_is_told_once(
+def test_impossible_scripts(
     tmp_path: Path, clean: dict[str, str], line: list[str], words: str
 ) -> None:
     done = call("run", "-n", "3", *line, env=clean, cwd=tmp_path, stdin=subprocess.DEVNULL)
@@ -163,9 +163,7 @@ def test_devices_that_are_not_there_are_told(tmp_path: Path, clean: dict[str, st
     assert "backend 'nccl' needs a CUDA device, and rank 0 has none" in done.stderr
 
 
-def test_an_output_that_cannot_be_written_is_no_traceback(
-    tmp_path: Path, clean: dict[str, str]
-) -> None:
+def test_an_unwritable_output_is_no_traceback(tmp_path: Path, clean: dict[str, str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed, Path("/dev/full").open("w") as full:
@@ -211,9 +209,7 @@ def test_what_an_output_cannot_spell_is_escaped(tmp_path: Path, clean: dict[str,
     assert r"jos\xe9" in done.stdout
 
 
-def test_an_interrupt_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(environ: object) -> None:
         raise KeyboardInterrupt
 

@@ -62,7 +62,7 @@ STARTS: list[tuple[str, dict[str, str], tuple[Any, ...], list[str]]] = [
 @pytest.mark.parametrize(
     ("environ", "expected", "words"), [s[1:] for s in STARTS], ids=[s[0] for s in STARTS]
 )
-def test_the_world_and_the_variables_that_decide(
+def test_variables_decide(
     environ: dict[str, str], expected: tuple[Any, ...], words: list[str]
 ) -> None:
     world = env.preview(environ)
@@ -96,9 +96,7 @@ ERRORS: list[tuple[str, dict[str, str], str, list[str]]] = [
 @pytest.mark.parametrize(
     ("environ", "kind", "words"), [e[1:] for e in ERRORS], ids=[e[0] for e in ERRORS]
 )
-def test_contradictions_are_shown_as_the_errors_they_would_be(
-    environ: dict[str, str], kind: str, words: list[str]
-) -> None:
+def test_contradictions_are_shown(environ: dict[str, str], kind: str, words: list[str]) -> None:
     text = shown(environ)
     assert text.startswith(f"No world would start: {kind}")
     for word in words:

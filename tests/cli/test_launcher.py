@@ -73,9 +73,7 @@ def test_descriptors_may_have_any_number(launches: Launches) -> None:
     assert lines == [f"[rank {r}] hello from {r}" for r in range(2)]
 
 
-def test_ranks_have_the_variables_of_both_dialects_and_the_launchers_session(
-    launches: Launches,
-) -> None:
+def test_ranks_have_both_dialects_and_the_launchers_session(launches: Launches) -> None:
     """Linux schedules each session as one: ranks of several could not yield to each other."""
     done = launches.run(
         f"""
@@ -125,9 +123,7 @@ def test_every_ending_has_its_code(launches: Launches, source: str, code: int, h
 @pytest.mark.parametrize(
     ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_signals_reach_the_ranks_leave_no_process_and_restart_none(
-    launches: Launches, signum: int, code: int
-) -> None:
+def test_signals_end_all_and_restart_none(launches: Launches, signum: int, code: int) -> None:
     source = """
     init()
     sleep = 'import time; time.sleep(99)'
@@ -258,16 +254,12 @@ def await_unread_output(stream: IO[str]) -> None:
 
 @pytest.mark.parametrize("child", [CHILD, ORPHAN], ids=["child", "orphan"])
 @pytest.mark.parametrize("ending", ["barrier()", "raise ValueError('no')", "os.kill(0, 9)"])
-def test_children_in_their_own_session_end_with_the_run(
-    launches: Launches, child: str, ending: str
-) -> None:
+def test_children_in_own_sessions_end_too(launches: Launches, child: str, ending: str) -> None:
     launches.run(f"{child}init()\nif is_main(): {ending}\nbarrier()\n", n=2)  # it checks
 
 
 @pytest.mark.parametrize("source", ["while True: time.sleep(9)", "while True: barrier()"])
-def test_ranks_and_their_children_die_with_a_killed_launcher(
-    launches: Launches, source: str
-) -> None:
+def test_ranks_and_children_die_with_a_killed_launcher(launches: Launches, source: str) -> None:
     with launches.start(f"{CHILD}{source}\n") as launcher:
         scratch = scratch_of(launcher)
         launcher.kill()
@@ -345,9 +337,7 @@ def test_a_second_interrupt_ends_the_ranks_at_once(launches: Launches) -> None:
         assert launcher.wait(timeout=PATIENCE) == 130
 
 
-def test_the_second_sigterm_of_a_scheduler_loses_no_save_and_the_code_says_stopped(
-    launches: Launches,
-) -> None:
+def test_a_second_sigterm_of_a_scheduler_loses_no_save(launches: Launches) -> None:
     source = """
     stop = Trigger("stop")
     stop.set_on_signal()

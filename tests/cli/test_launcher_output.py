@@ -108,9 +108,7 @@ def test_a_line_is_shown_before_the_next_one_comes(tmp_path: Path) -> None:
     assert screen.end() == "".join(lines)
 
 
-def test_a_stream_that_another_program_made_non_blocking_gets_all_output(
-    launches: Launches,
-) -> None:
+def test_a_stream_that_is_non_blocking_gets_all_output(launches: Launches) -> None:
     launches.write("print('x' * 200_000)\n")
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -220,9 +218,7 @@ def test_no_rank_is_first_in_a_mismatch(launches: Launches) -> None:
         ("barrier()\nis_main() and barrier()\nsys.exit(4)", "ranks 1-3 failed together (exit"),
     ],
 )
-def test_ranks_with_one_error_share_a_line_and_none_is_first(
-    launches: Launches, source: str, said: str
-) -> None:
+def test_ranks_with_one_error_share_a_line(launches: Launches, source: str, said: str) -> None:
     done = launches.run(f"{source}\n", n=4)
     assert done.code in (1, 4)
     assert sum(line.startswith(f"syncprims run: {said}") for line in done.report) == 1
@@ -259,9 +255,7 @@ def test_an_interrupt_shows_the_users_lines_only(launches: Launches) -> None:
 
 
 @pytest.mark.parametrize("ended", ["try: {}\nfinally: shutdown()\n", "with init(): {}\n"])
-def test_the_cause_is_known_of_a_world_that_a_program_has_ended(
-    launches: Launches, ended: str
-) -> None:
+def test_the_cause_is_known_of_a_world_that_has_ended(launches: Launches, ended: str) -> None:
     done = launches.run(ended.format("barrier('a' if is_main() else 'b')"), n=2)
     said = [line for line in done.report if line.startswith("syncprims run: ")]
     assert [line.partition(" (")[0] for line in said] == [

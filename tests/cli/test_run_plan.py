@@ -86,9 +86,7 @@ WRONG: list[tuple[list[str], dict[str, str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("line", "environ", "words"), WRONG, ids=[" ".join(w[0]) for w in WRONG])
-def test_what_cannot_be_started_says_why(
-    line: list[str], environ: dict[str, str], words: list[str]
-) -> None:
+def test_wrong_lines_say_why(line: list[str], environ: dict[str, str], words: list[str]) -> None:
     with pytest.raises((ConfigurationError, BackendUnavailable)) as caught:
         plan(*line, environ=environ)
     for word in words:
@@ -107,9 +105,7 @@ def test_what_cannot_be_started_says_why(
         (["--cpu=yes"], "--cpu: ignored explicit argument 'yes'"),
     ],
 )
-def test_bad_values_are_told(
-    line: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_values(line: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         flags(*line, "train.py")
     assert caught.value.code == 2
@@ -241,9 +237,7 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize(("name", "text", "words"), BAD_FILES, ids=[b[1] for b in BAD_FILES])
-def test_bad_files_name_file_key_and_cure(
-    tmp_path: Path, name: str, text: str, words: list[str]
-) -> None:
+def test_bad_files_name_the_cure(tmp_path: Path, name: str, text: str, words: list[str]) -> None:
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ConfigurationError) as caught:
@@ -270,9 +264,7 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
         read_file(str(tmp_path / "run.toml"))
 
 
-def test_without_the_package_yaml_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_yaml_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
     (tmp_path / "run.yaml").write_text("ranks: 4")
     with pytest.raises(ConfigurationError, match=r"pip install '\.\[config\]'"):

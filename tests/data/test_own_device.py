@@ -45,7 +45,7 @@ class FakeCuda:
 
 
 @pytest.mark.parametrize(("current", "count", "local_rank", "own"), CASES.values(), ids=CASES)
-def test_the_rule(
+def test_rule(
     current: int, count: int, local_rank: int, own: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert own_device_index(current, count, local_rank) == own

@@ -158,9 +158,7 @@ def test_a_pytorch_job_without_torchrun(tmp_path: Path) -> None:
     ],
     ids=["TrainJob", "an indexed job"],
 )
-def test_a_pod_that_is_alone_says_so(
-    variables: dict[str, str], warning: str, tmp_path: Path
-) -> None:
+def test_a_lone_pod_says_so(variables: dict[str, str], warning: str, tmp_path: Path) -> None:
     for text in run_pods(["python", "train.py"], variables, tmp_path):
         assert told(text) == [[0, 1, 0, 1, 0, 1, "none"]]
         assert warning in text

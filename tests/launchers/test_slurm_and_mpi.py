@@ -262,9 +262,7 @@ STARTS = [
 
 
 @pytest.mark.parametrize(("line", "expected"), STARTS)
-def test_starts_in_a_batch_script(
-    line: str, expected: list[list[list[Any]]], nodes: Cluster
-) -> None:
+def test_batch_scripts(line: str, expected: list[list[list[Any]]], nodes: Cluster) -> None:
     job = nodes.submit(f"{line} {TOUR}", "-N2", "--ntasks-per-node=4")
     assert told(nodes.await_state(job, "COMPLETED", "FAILED")) == expected
 

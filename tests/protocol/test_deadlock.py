@@ -40,9 +40,7 @@ def any_of(*ranks: int) -> list[Wait]:
         ({0: [*any_of(1), *any_of(2)], **waits(r1=[0], r2=[0])}, {0, 1, 2}, [0, 1]),
     ],
 )
-def test_a_deadlock_is_found_if_there_is_one(
-    waiting: Waits, stuck: set[int], cycle: list[int]
-) -> None:
+def test_a_deadlock_is_found_if_there_is(waiting: Waits, stuck: set[int], cycle: list[int]) -> None:
     assert find_stuck(waiting) == stuck
     assert (find_cycle(0, waiting, stuck) if 0 in stuck else []) == cycle
 

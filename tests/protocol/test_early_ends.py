@@ -36,7 +36,7 @@ WAIT = "if get_rank() != 1: barrier('saved')\n"
     ("ending", "how", "late"),
     [*((*one, "") for one in ENDINGS), (*ENDINGS[1], "if is_main(): time.sleep(0.3)\n")],
 )
-def test_our_launcher_tells_those_that_wait(
+def test_our_launcher_tells_the_others(
     launches: Launches, ending: str, how: str, late: str
 ) -> None:
     done = launches.run(f"{late}if get_rank() == 1:\n    {ending}\n{WAIT}")
@@ -109,9 +109,7 @@ while not os.path.exists({sign!r}): time.sleep(0.01)
 
 
 @pytest.mark.parametrize("backend", ["file", "torch"])
-def test_a_rank_that_has_joined_has_made_a_call(
-    launches: Launches, backend: str, tmp_path: Path
-) -> None:
+def test_who_joined_has_made_a_call(launches: Launches, backend: str, tmp_path: Path) -> None:
     source = GIVES_UP.format(sign=str(tmp_path / "given up")) + "barrier('saved')\n"
     done = launches.run(source, "--backend", backend, n=2)
     assert "PeerLost: rank 1 joined and ended (exit code 0), while rank 0 is in barrier" in done.err
@@ -134,9 +132,7 @@ def test_a_rank_records_its_own_end(scripts: Scripts, meeting_place: Path) -> No
     assert not any(meeting_place.iterdir())
 
 
-def test_a_rank_that_has_waited_in_vain_records_its_end(
-    scripts: Scripts, meeting_place: Path, tmp_path: Path
-) -> None:
+def test_who_waited_records_its_end(scripts: Scripts, meeting_place: Path, tmp_path: Path) -> None:
     ended = scripts.run(
         f"""
         signs = [{str(tmp_path)!r} + f"/gave-up-{{one}}" for one in (1, 2)]
@@ -185,9 +181,7 @@ def test_a_program_that_a_rank_starts_is_not_the_rank(scripts: Scripts) -> None:
     assert [one.code for one in ended] == [0, 0, 0], ended
 
 
-def test_an_earlier_run_of_the_same_name_is_not_this_one(
-    meeting_place: Path, tmp_path: Path, scripts: Scripts
-) -> None:
+def test_earlier_runs_are_others(meeting_place: Path, tmp_path: Path, scripts: Scripts) -> None:
     (tmp_path / "prepare.py").write_text("import syncprims\n")
     for _ in range(2):
         # One rank alone: the others do not remove what it records.
@@ -197,9 +191,7 @@ def test_an_earlier_run_of_the_same_name_is_not_this_one(
         assert [one.code for one in ended] == [0, 0, 0], ended
 
 
-def test_another_program_of_the_same_launcher_is_not_the_rank(
-    meeting_place: Path, tmp_path: Path, scripts: Scripts
-) -> None:
+def test_a_program_is_not_the_rank(meeting_place: Path, tmp_path: Path, scripts: Scripts) -> None:
     """As where a launcher runs one program after another on each rank."""
     (tmp_path / "prepare.py").write_text("import syncprims\n")
     run = scripts.start("if rank == 1: time.sleep(2)\nbarrier()\n", run_id="chain")
@@ -222,16 +214,14 @@ def torchrun(launches: Launches, backend: str, meeting_place: Path) -> str:
 
 
 @pytest.mark.parametrize("backend", ["file", "torch"])
-def test_ranks_of_torchrun_record_their_own_end(
-    launches: Launches, meeting_place: Path, backend: str
-) -> None:
+def test_ranks_of_torchrun_record_it(launches: Launches, meeting_place: Path, backend: str) -> None:
     launches.write("if is_main(): barrier('saved')\n")
     said = torchrun(launches, backend, meeting_place)
     assert "before its first call, while rank 0 is in barrier 'saved'" in said
     assert "rank 1 ended" in said
 
 
-def test_a_rank_that_has_joined_at_a_store_has_made_a_call(
+def test_who_joined_at_a_store_has_called(
     launches: Launches, meeting_place: Path, tmp_path: Path
 ) -> None:
     launches.write(GIVES_UP.format(sign=str(tmp_path / "given up")) + "barrier('saved')\n")

@@ -462,9 +462,7 @@ def test_an_exception_anywhere_is_never_a_wrong_value(call: str) -> None:
 @pytest.mark.parametrize(
     "call", ["barrier", "broadcast array", "all_gather pickle", "all_reduce array"]
 )
-def test_an_exception_anywhere_in_a_process_is_never_a_wrong_value(
-    call: str, backend: str, meeting_place: Path
-) -> None:
+def test_an_exception_anywhere_in_a_process(call: str, backend: str, meeting_place: Path) -> None:
     assert disturb_processes(Ranks(Kind(backend, 2), meeting_place), call, sample(10)) == []
 
 
@@ -504,7 +502,7 @@ def test_an_exception_at_every_instruction_of_threads(call: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("backend", ["file", "traced file", "torch"])
-def test_an_exception_at_every_instruction_of_processes(
+def test_exceptions_in_processes(
     call: str, backend: str, meeting_place: Path, tmp_path: Path
 ) -> None:
     world = Ranks(Kind(backend.split()[-1], 2), meeting_place, patience=1800)

@@ -451,9 +451,7 @@ def test_interrupts_at_any_moment_leave_no_call_open(meeting_place: Path) -> Non
     Ranks(Kind("single", 1), meeting_place).run_alone(program)
 
 
-def test_a_deadlock_that_was_caught_does_not_follow_healthy_groups(
-    meeting_place: Path, signs: Signs
-) -> None:
+def test_a_caught_deadlock_leaves_healthy_groups(meeting_place: Path, signs: Signs) -> None:
     def program() -> Any:
         three, pair = sp.group([0, 1, 2]), sp.group([0, 1])
         if sp.get_rank() == 0:

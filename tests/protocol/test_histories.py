@@ -20,9 +20,7 @@ def judge(first: int, count: int, meeting_place: Path, logs: Path) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, 125, CHUNK))
-def test_random_programs_keep_every_promise(
-    first: int, meeting_place: Path, tmp_path: Path
-) -> None:
+def test_random_programs_keep_promises(first: int, meeting_place: Path, tmp_path: Path) -> None:
     judge(first, CHUNK, meeting_place, tmp_path)
 
 
@@ -43,8 +41,6 @@ def test_ten_thousand_random_programs(first: int, meeting_place: Path, tmp_path:
     ],
     ids=str,
 )
-def test_random_programs_on_several_hosts_keep_every_promise(
-    seeds: range, meeting_place: Path, tmp_path: Path
-) -> None:
+def test_programs_on_several_hosts(seeds: range, meeting_place: Path, tmp_path: Path) -> None:
     with served_store() as store:
         random_programs.check(seeds, meeting_place, tmp_path, store)

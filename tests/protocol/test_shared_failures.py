@@ -67,9 +67,7 @@ def test_values_without_a_common_result_leave_all_in_step(world: Ranks) -> None:
     assert world.run(program) == [[0, 1]] * 2
 
 
-def test_a_call_after_a_start_that_failed_takes_nobodys_place(
-    meeting_place: Path, signs: Signs
-) -> None:
+def test_a_call_after_a_failed_start_takes_nobodys_place(meeting_place: Path, signs: Signs) -> None:
     """Rank 0 calls twice. Else its second barrier would meet the first one of rank 1."""
 
     def program() -> list[str]:

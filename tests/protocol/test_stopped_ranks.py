@@ -54,9 +54,7 @@ class Listener(logging.Handler):
 
 
 @pytest.mark.parametrize("call", CALLS, ids=["barrier", "all_gather", "broadcast", "all_reduce"])
-def test_a_stopped_rank_is_waited_for_until_it_goes_on(
-    call: Callable[[], object], meeting_place: Path
-) -> None:
+def test_a_stopped_rank_is_waited_for(call: Callable[[], object], meeting_place: Path) -> None:
     """It goes on when another has waited for long enough to say so."""
 
     def program() -> list[str]:

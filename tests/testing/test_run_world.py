@@ -167,9 +167,7 @@ def test_worlds_of_several_threads_stand_side_by_side() -> None:
 
 
 @both
-def test_a_launchers_variables_around_the_test_are_not_the_worlds(
-    kind: Kinds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outer_variables_are_not_the_worlds(kind: Kinds, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SYNCPRIMS_BACKEND", "torch")
@@ -336,7 +334,7 @@ def in_a_handler(call: Callable[[], object]) -> None:
         (in_a_handler, "raised RuntimeError: training failed after its round 1, barrier"),
     ],
 )
-def test_what_is_raised_over_a_consequence_is_one(
+def test_an_error_over_a_consequence_is_one(
     kind: Kinds, make: Callable[[Callable[[], object]], None], shown: str
 ) -> None:
     def program() -> None:
@@ -709,9 +707,7 @@ def test_a_thread_that_is_late_is_no_deadlock(kind: Kinds, daemon: bool) -> None
     assert run_world(program, 3, kind=kind) == ["passed"] * 3
 
 
-def test_a_thread_that_ends_between_two_looks_is_no_standstill(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_thread_that_ends_is_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = threading.Event()
 
     def look() -> set[int]:  # after the rank has seen that it must wait

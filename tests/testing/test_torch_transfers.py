@@ -117,9 +117,7 @@ def receives_of_one_rank(meet: Callable[[], None], size: int, count: int) -> Non
 
 @both_kinds
 @pytest.mark.parametrize("program", [sends_of_one_rank, receives_of_one_rank])
-def test_a_rank_that_waits_elsewhere_goes_on_with_its_transfers(
-    program: Callable[..., None], kind: Any
-) -> None:
+def test_who_waits_goes_on_with_its_transfers(program: Callable[..., None], kind: Any) -> None:
     for meet in MEETINGS if kind == "threads" else (barrier_of_other_group, store_wait):
         run_world(functools.partial(program, meet, 1, MANY), 2, torch=True, kind=kind)
 
@@ -131,9 +129,7 @@ def test_a_tensor_of_many_pieces_goes_on_likewise(program: Callable[..., None]) 
 
 @pytest.mark.parametrize("program", [sends_of_one_rank, receives_of_one_rank])
 @pytest.mark.parametrize("meet", MEETINGS)
-def test_no_order_of_events_is_a_false_report(
-    program: Callable[..., None], meet: Callable[[], None]
-) -> None:
+def test_no_order_is_a_false_report(program: Callable[..., None], meet: Callable[[], None]) -> None:
     explore(lambda: program(meet, 1, 20), 2, schedules=10, torch=True)
 
 

@@ -256,9 +256,7 @@ def test_damage_is_told_and_the_rest_is_shown(planted: Planted) -> None:
 
 
 @pytest.mark.parametrize("foreign", [True, False])
-def test_a_file_that_cannot_be_read_is_named_and_hides_nothing(
-    planted: Planted, foreign: bool
-) -> None:
+def test_an_unreadable_file_is_named_and_hides_nothing(planted: Planted, foreign: bool) -> None:
     path = next(planted.directory.iterdir()) / "rank-3.trace"
     path.unlink()
     if foreign:
@@ -298,9 +296,7 @@ def test_a_run_that_is_not_there_names_those_that_are(planted: Planted) -> None:
 # -- what is written ----------------------------------------------------------------------------
 
 
-def test_nothing_is_cut_off_and_nothing_coloured_where_there_is_no_terminal(
-    plant: Plant,
-) -> None:
+def test_without_a_terminal_nothing_is_cut_off_or_coloured(plant: Plant) -> None:
     run = plant(2)
     name, site = "n" * 180, "folder/" * 20 + "train.py:7"
     run.round(1, [AT, AT + SECOND], name=name, site=site)
@@ -333,9 +329,7 @@ def test_the_chrome_trace_is_as_its_format_says(planted: Planted) -> None:
     assert {e["args"]["last to come"] for e in late} == {2}  # whom they waited for
 
 
-def test_a_long_trace_keeps_its_longest_waits(
-    planted: Planted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_long_trace(planted: Planted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pictures, "MOST_SLICES", 30)
     path = tmp_path / "short.json"
     assert pictures.write_chrome_trace(analysis_of(planted), path) == 18
@@ -374,7 +368,7 @@ def test_the_picture_shows_the_straggler(ranks: int, tmp_path: Path, plant: Plan
     assert rows_late.sum() == pytest.approx((rows_waiting | rows_late).sum() / ranks, rel=0.35)
 
 
-def test_without_matplotlib_it_says_what_to_do(
+def test_without_matplotlib(
     planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -383,9 +377,7 @@ def test_without_matplotlib_it_says_what_to_do(
 
 
 @pytest.mark.parametrize(("name", "begins"), [("timeline", b"\x89PNG"), ("t.SVG", b"<?xml")])
-def test_a_picture_is_where_it_is_said_to_be(
-    planted: Planted, tmp_path: Path, name: str, begins: bytes
-) -> None:
+def test_a_picture_is_there(planted: Planted, tmp_path: Path, name: str, begins: bytes) -> None:
     (where := tmp_path / "pictures").mkdir()
     done = command(planted.directory, "--png", where / name)
     assert (done.returncode, done.stderr) == (0, "")

@@ -175,9 +175,7 @@ def test_one_that_is_killed_as_it_waits_says_where(scripts: Scripts, tmp_path: P
 
 
 @pytest.mark.parametrize("what", ["full", "a file in the way"])
-def test_a_disk_that_cannot_be_written_never_breaks_the_run(
-    what: str, tmp_path: Path, meeting_place: Path
-) -> None:
+def test_a_bad_disk_never_breaks_the_run(what: str, tmp_path: Path, meeting_place: Path) -> None:
     target = tmp_path / "t"
     if what != "full":
         target.write_text("not a directory")
@@ -234,9 +232,7 @@ def test_a_forked_child_does_not_write_into_its_parents_file(world: Ranks, tmp_p
     )
 
 
-def test_the_file_stays_within_its_limit_and_keeps_the_latest(
-    tmp_path: Path, meeting_place: Path
-) -> None:
+def test_the_file_keeps_its_limit_and_the_latest(tmp_path: Path, meeting_place: Path) -> None:
     def program() -> None:
         for number in range(20_000):
             sp.barrier(f"step {number}")  # names that never come again
@@ -296,9 +292,7 @@ def test_a_start_that_fails_leaves_its_trace(tmp_path: Path, meeting_place: Path
     assert entries(read_run(folder), 0) == [Entry("init", 1, "SyncTimeout")]
 
 
-def test_worlds_of_tests_are_runs_but_schedules_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worlds_of_tests_are_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNCPRIMS_TRACE", str(tmp_path))
     explore(lambda: sp.barrier("step"), 2, schedules=5)
     assert not list(tmp_path.iterdir())

@@ -198,9 +198,7 @@ def test_metrics_of_items_without_batches_are_gathered_whole(world: Ranks) -> No
 
 @everywhere
 @pytest.mark.parametrize("seed", [None, 7])
-def test_a_shuffle_is_one_order_for_all_and_another_each_epoch(
-    world: Ranks, seed: int | None
-) -> None:
+def test_a_shuffle_is_one_order_and_another_each_epoch(world: Ranks, seed: int | None) -> None:
     def program() -> list[Any]:
         torch.manual_seed(syncprims.get_rank())  # rank 0's counts
         plain = feed(range(16), batch_size=2, shuffle=True)
@@ -288,9 +286,7 @@ DRAWS: dict[str, Callable[[int], list[int]]] = {
 @pytest.mark.parametrize("kind", TRAINED[:2], ids=str, indirect=True)
 @pytest.mark.parametrize("kind_of_sampler", [AtOnce, OneByOne])
 @pytest.mark.parametrize("draw", DRAWS)
-def test_an_order_drawn_from_generators_that_all_share_goes_on(
-    world: Ranks, draw: str, kind_of_sampler: type[AtOnce]
-) -> None:
+def test_an_order_of_generators(world: Ranks, draw: str, kind_of_sampler: type[AtOnce]) -> None:
     def loader() -> Any:
         return prepare_data_loader(
             feed(range(24), batch_size=2, sampler=kind_of_sampler(DRAWS[draw])), seed=3
@@ -333,9 +329,7 @@ class Augmented(Dataset[float]):
 
 @alone
 @pytest.mark.parametrize("draw", DRAWS)
-def test_what_reading_draws_is_as_in_a_plain_loop_and_goes_on(
-    world: Ranks, draw: str, tmp_path: Path
-) -> None:
+def test_what_reading_draws_is_as_in_a_plain_loop(world: Ranks, draw: str, tmp_path: Path) -> None:
     def train(batches: Any, save_at: int = 0) -> list[Any]:
         seen: list[Any] = []
         for batch in batches:
@@ -366,9 +360,7 @@ def test_what_reading_draws_is_as_in_a_plain_loop_and_goes_on(
 
 @alone
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_place_that_is_set_in_the_loop_is_where_the_next_one_begins(
-    world: Ranks, workers: int
-) -> None:
+def test_a_place_set_in_the_loop_is_where_the_next_one_begins(world: Ranks, workers: int) -> None:
     def program() -> None:
         loader = prepare_data_loader(feed(range(4), batch_size=1, num_workers=workers), seed=1)
         list(loader)

@@ -94,9 +94,7 @@ def test_ddp_gives_the_bits_of_one_rank(
     assert grouped(program) == [("DistributedDataParallel", wanted, closed)] * 2
 
 
-def test_one_that_wrapped_by_hand_keeps_the_wrapper(
-    grouped: Callable[[Program], list[Any]],
-) -> None:
+def test_who_wrapped_by_hand_keeps_the_wrapper(grouped: Callable[[Program], list[Any]]) -> None:
     def program() -> list[bool]:
         job = new_job()
         compiled: Any = torch.compile(small_model(), backend="eager")
@@ -111,9 +109,7 @@ def test_one_that_wrapped_by_hand_keeps_the_wrapper(
     assert grouped(program) == [[True] * 3] * 2
 
 
-def test_a_rank_without_any_batch_joins_two_models(
-    grouped: Callable[[Program], list[Any]],
-) -> None:
+def test_a_rank_without_a_batch_joins_two_models(grouped: Callable[[Program], list[Any]]) -> None:
     def program() -> list[float]:
         job, rank = new_job(), syncprims.get_rank()
         models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
@@ -134,9 +130,7 @@ def test_a_rank_without_any_batch_joins_two_models(
     assert grouped(program) == [[-2.0, -2.0]] * 2
 
 
-def test_a_forward_pass_that_needs_all_ranks_cannot_be_joined(
-    grouped: Callable[[Program], list[Any]],
-) -> None:
+def test_a_pass_of_all_ranks_cannot_be_joined(grouped: Callable[[Program], list[Any]]) -> None:
     def program() -> str:
         job = new_job()
         model = job.prepare(DistributedDataParallel(nn.BatchNorm1d(1)))

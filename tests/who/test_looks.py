@@ -103,9 +103,7 @@ HANGS: dict[Callable[[], None], tuple[str, str]] = {
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("hang", HANGS)
-def test_the_rank_that_does_not_come_is_named(
-    hang: Callable[[], None], kind: Kind, meeting_place: Path
-) -> None:
+def test_the_late_rank_is_named(hang: Callable[[], None], kind: Kind, meeting_place: Path) -> None:
     def program() -> None:
         sp.all_reduce(1.0)
         sp.barrier("start")
@@ -169,9 +167,7 @@ HANGING = sorted(
 
 @pytest.mark.parametrize("name", HANGING)
 @pytest.mark.parametrize("kind", [TRIO, pytest.param(Kind("torch", 3), marks=pytest.mark.soak)])
-def test_every_bug_of_the_collection_is_told_as_a_world_of_threads_tells_it(
-    kind: Kind, name: str, meeting_place: Path
-) -> None:
+def test_every_bug_is_seen_as_by_threads(kind: Kind, name: str, meeting_place: Path) -> None:
     """Where others end in a test, here they go on without the calls that the first ones wait in."""
     program = BUGS[name]
     found = [_LINE.match(line.strip()) for line in EXPECTED[name].splitlines()]
@@ -508,9 +504,7 @@ def looked_at(path: Path) -> list[WorldReport]:
 
 
 @pytest.mark.parametrize("reads", [200, pytest.param(10_000, marks=pytest.mark.soak)])
-def test_reads_during_random_programs_never_say_a_wrong_thing(
-    reads: int, meeting_place: Path, tmp_path: Path
-) -> None:
+def test_reads_in_random_programs_are_true(reads: int, meeting_place: Path, tmp_path: Path) -> None:
     done = threading.Event()
     wrong: list[str] = []
     count = 0

@@ -91,9 +91,7 @@ WRONG = [
 @pytest.mark.parametrize(
     ("variables", "code", "words"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG]
 )
-def test_contradictions_are_errors_that_name_the_things(
-    variables: dict[str, str], code: str, words: list[str]
-) -> None:
+def test_contradictions_name_both(variables: dict[str, str], code: str, words: list[str]) -> None:
     status, said = say(code, **variables)
     assert status == 1
     for word in words:

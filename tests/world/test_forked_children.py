@@ -205,9 +205,7 @@ def plainly(child: Callable[[], None]) -> int:
     return pid
 
 
-def test_a_child_forked_after_data_has_passed_between_hosts_is_free_at_once(
-    meeting_place: Path, signs: Signs
-) -> None:
+def test_a_child_forked_after_data_passed_is_free(meeting_place: Path, signs: Signs) -> None:
     """It does not have the threads that carried them, and must not wait for their end."""
 
     def child() -> None:
@@ -233,9 +231,7 @@ def test_a_child_forked_after_data_has_passed_between_hosts_is_free_at_once(
     world.check_nothing_left()
 
 
-def test_a_child_forked_while_another_thread_starts_the_world_is_refused(
-    meeting_place: Path, signs: Signs
-) -> None:
+def test_a_child_forked_while_a_world_starts_is_refused(meeting_place: Path, signs: Signs) -> None:
     def program() -> Any:
         def child() -> None:
             with pytest.raises(sp.ForkedProcess):

@@ -71,9 +71,7 @@ def seats(tmp_path: Path) -> Generator[list[Any]]:
         seat.close()
 
 
-def test_a_deadlock_between_large_groups_is_found(
-    seats: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deadlocks_of_large_groups(seats: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # The threads of the test runner are none of a rank's.
     monkeypatch.setattr("syncprims._protocol.deadlock.threads_that_may_call", set)
     everybody, even = range(1024), range(0, 1024, 2)

@@ -164,9 +164,7 @@ def program_killed_at_any_instant(seed: int) -> Callable[[], Any]:
     ],
     ids=str,
 )
-def test_ranks_may_be_killed_at_any_instruction(
-    kind: Kind, seeds: range, meeting_place: Path
-) -> None:
+def test_ranks_may_be_killed_anywhere(kind: Kind, seeds: range, meeting_place: Path) -> None:
     with served_store() as store:
         variables = {**store.variables, "SYNCPRIMS_HEARTBEAT": "2"} if kind.hosts > 1 else {}
         for seed in seeds:
@@ -212,9 +210,7 @@ def test_survivors_have_new_numbers_and_the_same_change(world_kind: WorldKind) -
 
 
 @both_kinds
-def test_a_rank_that_waits_in_a_group_learns_that_another_has_left_it(
-    world_kind: WorldKind,
-) -> None:
+def test_a_rank_that_waits_in_a_group_learns_that_another_left(world_kind: WorldKind) -> None:
     def program() -> Any:
         pair = sp.group([0, 1])
         if sp.get_rank() == 1:

@@ -166,9 +166,7 @@ def worlds_in_one_process(count: int, directory: Path, fresh: bool) -> list[list
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh ids", "one id"])
 @pytest.mark.parametrize("count", [200, pytest.param(2500, marks=pytest.mark.soak)])
-def test_worlds_leave_nothing_in_their_process(
-    meeting_place: Path, fresh: bool, count: int
-) -> None:
+def test_worlds_leave_nothing_in_a_process(meeting_place: Path, fresh: bool, count: int) -> None:
     for early, late in worlds_in_one_process(count, meeting_place, fresh):
         assert late[:3] == early[:3]
         assert late.mappings == 0

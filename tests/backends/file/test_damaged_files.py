@@ -132,9 +132,7 @@ def join_despite(remains: Remains, base: Path, name: str, *, alive: bool) -> Ite
     assert len(list(Path("/dev/fd").iterdir())) == fds
 
 
-def test_damaged_files_of_a_dead_run_give_a_clean_new_start(
-    remains: Remains, tmp_path: Path
-) -> None:
+def test_damaged_files_of_a_dead_run_give_a_clean_start(remains: Remains, tmp_path: Path) -> None:
     """Unless something stands there that cannot be read or cleared away: then a clear error."""
     said = join_each(remains, tmp_path, alive=False, patience=1)
     assert len(said) > 600

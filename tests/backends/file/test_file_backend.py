@@ -187,9 +187,7 @@ def test_a_receiver_without_descriptors_is_a_shared_failure(meeting_place: Path)
     assert outcomes == [("PeerFailed", 1), ("OSError", 1)]
 
 
-def test_a_rank_that_cannot_read_a_note_breaks_the_group_for_all(
-    meeting_place: Path, signs: Signs
-) -> None:
+def test_a_rank_that_cannot_read_a_note_breaks_the_group(meeting_place: Path, signs: Signs) -> None:
     """The others have passed that round, and learn of it in their next call."""
 
     def program() -> Any:
@@ -257,9 +255,7 @@ def test_a_large_payload_does_not_stay_in_memory(meeting_place: Path) -> None:
     assert Ranks(Kind("file", 2), meeting_place).run(program) == [0, 0]
 
 
-def test_an_abort_that_its_giver_died_over_is_finished_by_the_next(
-    meeting_place: Path, signs: Signs
-) -> None:
+def test_an_abort_is_finished_if_its_giver_died(meeting_place: Path, signs: Signs) -> None:
     """Rank 0 is killed in the very pause between the abort and its decision."""
 
     def program() -> Any:
@@ -289,9 +285,7 @@ def wait_little_for_exit_codes() -> dict[str, Any]:
     return liveness
 
 
-def test_a_rank_that_finishes_right_after_the_last_barrier_harms_nobody(
-    meeting_place: Path,
-) -> None:
+def test_a_rank_that_finishes_after_the_last_barrier_harms_nobody(meeting_place: Path) -> None:
     """Its note is up, so the others pass, however late they look; and it is never called lost."""
 
     def program() -> list[str]:
@@ -389,9 +383,7 @@ def test_a_late_rank_is_noticed_soon_after_a_long_wait(meeting_place: Path) -> N
     assert min(abs(first - second) for first, second in moments) < 0.1
 
 
-def test_no_file_of_a_world_takes_the_place_of_a_closed_standard_stream(
-    scripts: Scripts, tmp_path: Path
-) -> None:
+def test_no_file_takes_the_place_of_a_closed_stream(scripts: Scripts, tmp_path: Path) -> None:
     ended = scripts.run(
         """
         for fd in range(3):

@@ -104,7 +104,7 @@ BASES: list[tuple[str, Callable[[Place], object], str]] = [
 
 
 @pytest.mark.parametrize(("plant", "says"), [b[1:] for b in BASES], ids=[b[0] for b in BASES])
-def test_a_place_that_other_users_can_change_is_refused(
+def test_places_others_can_change(
     place: Place, plant: Callable[[Place], object], says: str
 ) -> None:
     plant(place)
@@ -131,7 +131,7 @@ DIRECTORIES: list[tuple[str, Callable[[Path, Victim], object], str]] = [
 @pytest.mark.parametrize(
     ("plant", "says"), [d[1:] for d in DIRECTORIES], ids=[d[0] for d in DIRECTORIES]
 )
-def test_planted_directories_are_refused(
+def test_directories(
     place: Place, where: str, plant: Callable[[Path, Victim], object], says: str
 ) -> None:
     """The base of the ranks or their run was open to all when this was planted, and is no more."""
@@ -161,9 +161,7 @@ def test_a_place_like_tmp_will_do_and_so_will_roots_links(place: Place) -> None:
     assert "links" in outcome_of(place.common / "round" / "below")
 
 
-def test_memory_that_is_open_to_all_is_not_taken_by_default(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_open_to_all_is_no_default(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     load_backend("file")
     from importlib import import_module
 

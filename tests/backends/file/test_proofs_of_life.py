@@ -33,9 +33,7 @@ def lost(call: str) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_runs_another_program_is_lost(
-    pair: Ranks, signs: Signs, tmp_path: Path
-) -> None:
+def test_a_rank_that_runs_a_new_program_is_lost(pair: Ranks, signs: Signs, tmp_path: Path) -> None:
     seen = str(tmp_path / "signs/seen")
     waits = f"import os, time\nwhile not os.path.exists({seen!r}): time.sleep(.01)"
 

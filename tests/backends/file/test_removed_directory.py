@@ -49,9 +49,7 @@ def test_ranks_that_live_go_on(kind: Kind, meeting_place: Path, signs: Signs) ->
 
 
 @pytest.mark.parametrize("watched", [True, False], ids=["pidfds", "locks"])
-def test_who_waits_for_long_declares_nobody_dead(
-    watched: bool, meeting_place: Path, signs: Signs
-) -> None:
+def test_a_long_wait_declares_nobody_dead(watched: bool, meeting_place: Path, signs: Signs) -> None:
     def program() -> Any:
         if not watched:
             hide_pidfds()

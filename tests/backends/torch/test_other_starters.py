@@ -62,9 +62,7 @@ exec sh -c "$*"
 
 
 @pytest.mark.skipif(_hydra() is None, reason="needs hydra: pip install mpich")
-def test_hydra_with_more_ranks_on_one_node_than_on_another(
-    tmp_path: Path, meeting_place: Path
-) -> None:
+def test_hydra_with_nodes_of_different_sizes(tmp_path: Path, meeting_place: Path) -> None:
     shell = tmp_path / "shell"
     shell.write_text(_REMOTE_SHELL)
     shell.chmod(0o700)

@@ -49,9 +49,7 @@ def test_it_is_opened_once_and_ends_with_its_world(hosts: int, meeting_place: Pa
 
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("victim", [0, 4])
-def test_ddp_goes_on_in_a_new_group_after_a_loss(
-    hosts: int, victim: int, meeting_place: Path
-) -> None:
+def test_ddp_goes_on_in_a_new_group(hosts: int, victim: int, meeting_place: Path) -> None:
     """Ranks that wait in Gloo's own calls for one that has left raise, and come, too."""
 
     def program() -> Any:
@@ -90,7 +88,7 @@ def test_ddp_goes_on_in_a_new_group_after_a_loss(
     ("gloo", 2, "gloo"), ("nccl", 2, "cpu:gloo,cuda:nccl"),
     ("nccl", 1, "cpu:gloo,cuda:nccl"),  # perhaps each its own; NCCL refuses two on the same
 ])  # fmt: skip
-def test_its_engine_is_the_one_asked_for_or_the_one_that_the_devices_allow(
+def test_its_engine_is_the_one_asked_for_or_possible(
     engine: str, sees: int, chosen: str, meeting_place: Path
 ) -> None:
     def program() -> Any:
@@ -160,9 +158,7 @@ def test_a_rank_that_dies_before_is_named(meeting_place: Path) -> None:
 # -- an end while something is pending in it, for which Gloo's own would wait ---------------------
 
 
-def test_a_rank_that_raises_is_told_of_and_ends_as_any_program(
-    meeting_place: Path, tmp_path: Path
-) -> None:
+def test_a_rank_that_raises_ends_as_any_program(meeting_place: Path, tmp_path: Path) -> None:
     scripts = Scripts(Kind("torch", 2), meeting_place, tmp_path)
     raised, told = scripts.run("""
         import select, torch, torch.distributed as dist
@@ -186,7 +182,7 @@ def test_a_rank_that_raises_is_told_of_and_ends_as_any_program(
 
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("way", ["an error", "a timeout, caught", "an interrupt"])
-def test_an_end_after_a_failure_waits_for_nobody_and_the_next_world_opens_its_own(
+def test_an_end_after_a_failure_waits_for_nobody(
     way: str, hosts: int, meeting_place: Path, signs: Signs
 ) -> None:
     def first(dist: Any, torch: Any) -> None:
@@ -240,9 +236,7 @@ def test_a_rank_that_ends_in_peace_tells_so_before_it_waits(meeting_place: Path)
     assert world.outcomes(program) == [(1, True), None]
 
 
-def test_what_is_pending_at_a_peaceful_end_still_comes_to_its_end(
-    meeting_place: Path, signs: Signs
-) -> None:
+def test_what_is_pending_at_a_peaceful_end_is_finished(meeting_place: Path, signs: Signs) -> None:
     def program() -> list[float] | None:
         import torch
         import torch.distributed as dist
@@ -281,9 +275,7 @@ def test_a_group_that_is_not_gloos_is_left_to_torch_after_a_failure(meeting_plac
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_a_child_that_is_forked_beside_it_ends_as_it_likes(
-    hosts: int, meeting_place: Path, tmp_path: Path
-) -> None:
+def test_a_forked_child_ends_as_it_likes(hosts: int, meeting_place: Path, tmp_path: Path) -> None:
     scripts = Scripts(Kind("torch", 2, hosts=hosts), meeting_place, tmp_path)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     source = """

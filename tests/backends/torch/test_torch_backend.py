@@ -154,9 +154,7 @@ def test_who_never_came_is_named(meeting_place: Path, signs: Signs) -> None:
     assert outcomes == [([2], [0, 1, 3], True)] * 3
 
 
-def test_who_ended_while_it_joined_is_not_said_to_have_never_joined(
-    meeting_place: Path, signs: Signs
-) -> None:
+def test_who_ended_while_it_joined_has_not_never_joined(meeting_place: Path, signs: Signs) -> None:
     def die(_: Any) -> None:  # once this rank has entered, while it waits for rank 2
         signs.give("dead")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -246,9 +244,7 @@ def test_who_sits_down_and_then_cannot_go_on_leaves_nothing(meeting_place: Path)
     world.check_nothing_left()
 
 
-def test_a_rank_that_is_killed_while_it_joins_makes_room_for_its_next_process(
-    meeting_place: Path, signs: Signs
-) -> None:
+def test_a_rank_killed_while_it_joins_makes_room(meeting_place: Path, signs: Signs) -> None:
     """As after a restart over several agents, which have one run id: its entry is at the store."""
 
     def join() -> Any:
@@ -337,9 +333,7 @@ ROUNDS = 200
 
 
 @pytest.mark.parametrize(("ranks", "hosts"), [(2, 2), (8, 2), (3, 3), (6, 3)])
-def test_messages_grow_with_hosts_and_not_with_ranks(
-    ranks: int, hosts: int, meeting_place: Path
-) -> None:
+def test_messages_grow_with_hosts_only(ranks: int, hosts: int, meeting_place: Path) -> None:
     def program(calls: Counter[str]) -> int:
         for _ in range(20):
             sp.barrier()
@@ -464,9 +458,7 @@ def test_sums_are_those_of_one_host_bit_for_bit(meeting_place: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "seconds"), [(4, 0.05), *((2, 0.05 + number * 0.006) for number in range(3))]
 )
-def test_a_rank_that_dies_in_the_middle_of_a_transfer_is_named(
-    ranks: int, seconds: float, meeting_place: Path
-) -> None:
+def test_who_dies_in_a_transfer_is_named(ranks: int, seconds: float, meeting_place: Path) -> None:
     """Alone on its host, it is named by the missing heartbeat, and not by an error of Gloo."""
 
     def program() -> Any:
@@ -539,9 +531,7 @@ def test_an_initialized_group_says_who_one_is(
     assert said == [[[0, 1], rank, 2, rank, 2, 0, 1, launcher] for rank in range(2)]
 
 
-def test_a_world_that_was_started_before_the_group_is_refused(
-    tmp_path: Path, meeting_place: Path
-) -> None:
+def test_a_world_started_before_the_group_is_refused(tmp_path: Path, meeting_place: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         HEAD

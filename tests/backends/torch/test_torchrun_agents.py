@@ -99,9 +99,7 @@ def run_agents(source: str, tmp_path: Path, place: Path, *options: str, **more: 
 
 
 @pytest.mark.parametrize("own_store", [False, True])
-def test_a_restarted_run_meets_though_each_agent_counts_its_own_restarts(
-    own_store: bool, tmp_path: Path, meeting_place: Path
-) -> None:
+def test_agents_that_restart_meet(own_store: bool, tmp_path: Path, meeting_place: Path) -> None:
     said = run_agents(
         """
         barrier("begin")
@@ -122,7 +120,7 @@ def test_a_restarted_run_meets_though_each_agent_counts_its_own_restarts(
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_rank_that_is_killed_before_it_joined_or_while_it_joins_is_not_met(
+def test_a_rank_killed_before_or_while_it_joins_is_not_met(
     first: int, tmp_path: Path, meeting_place: Path
 ) -> None:
     """What it has left at the store is of an earlier process of its rank."""

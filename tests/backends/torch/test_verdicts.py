@@ -36,9 +36,7 @@ FAULTS = [
     FAULTS,
     ids=lambda faults: "-".join(f"{count} {what}" for what, count in faults.items()),
 )
-def test_in_every_order_a_round_has_one_verdict_and_nobody_passes_a_broken_one(
-    faults: dict[str, int],
-) -> None:
+def test_in_every_order_a_round_has_one_verdict(faults: dict[str, int]) -> None:
     assert explore(Model(**faults)) > 0
 
 
@@ -77,18 +75,14 @@ def rounds_with_a_pause(signs: Signs, pid_of: Callable[[], int]) -> Callable[[],
 KIND = Kind("torch", 4, hosts=2)
 
 
-def test_a_store_that_is_stopped_for_long_costs_no_rank_its_life(
-    meeting_place: Path, signs: Signs
-) -> None:
+def test_a_store_stopped_for_long_costs_no_ranks_life(meeting_place: Path, signs: Signs) -> None:
     with served_store() as store:
         program = rounds_with_a_pause(signs, lambda: store.pid)
         variables = {**store.variables, "SYNCPRIMS_HEARTBEAT": str(LIMIT)}
         assert Ranks(KIND, meeting_place).run(program, **variables) == [True] * KIND.ranks
 
 
-def test_a_rank_that_serves_the_store_may_be_stopped_for_long(
-    meeting_place: Path, signs: Signs, tmp_path: Path
-) -> None:
+def test_who_serves_the_store_may_stop(meeting_place: Path, signs: Signs, tmp_path: Path) -> None:
     def program() -> Any:
         if sp.is_main():
             (tmp_path / "pid").write_text(str(os.getpid()))
@@ -98,9 +92,7 @@ def test_a_rank_that_serves_the_store_may_be_stopped_for_long(
     assert world.run(program, SYNCPRIMS_HEARTBEAT=str(LIMIT)) == [True] * KIND.ranks
 
 
-def test_a_deadline_that_passes_while_the_store_is_stopped_breaks_the_group_for_all(
-    meeting_place: Path, signs: Signs
-) -> None:
+def test_a_deadline_while_the_store_is_stopped(meeting_place: Path, signs: Signs) -> None:
     """The store has not decided it, so one host may pass a round that the other gave up. No more.
 
     Rank 1 gives up at its deadline. Rank 0 comes later, and passes that round or does not, as the

@@ -43,7 +43,7 @@ def started(tmp_path: Path, over: bool) -> Path:
 
 
 @pytest.mark.parametrize("over", [False, True])
-def test_a_rank_that_is_late_for_a_save_given_up_takes_its_part_back(
+def test_a_rank_late_for_a_save_takes_its_part_back(
     over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
 ) -> None:
     path = started(tmp_path, over)
@@ -90,9 +90,7 @@ def test_a_save_whose_files_are_gone_is_not_committed(tmp_path: Path) -> None:
         run_world(program, 2)
 
 
-def test_a_groups_save_behind_the_training_is_waited_for_by_its_ranks_anywhere(
-    tmp_path: Path,
-) -> None:
+def test_a_groups_save_behind_training_is_waited_for_anywhere(tmp_path: Path) -> None:
     def program() -> list[int | None]:
         first, second = sp.group([0, 1]), sp.group([2, 3])
         if sp.get_rank() in first.ranks:
@@ -153,9 +151,7 @@ def test_leftovers_go_with_their_steps_and_not_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["5GB", 600])
-def test_a_model_and_a_state_in_one_directory_do_not_take_each_others_files(
-    size: Any, tmp_path: Path
-) -> None:
+def test_a_model_and_a_state_in_one_directory_keep_their_files(size: Any, tmp_path: Path) -> None:
     def program() -> None:
         both = tmp_path / "both"
         save_model(Net(1), both, max_shard_size=size)
@@ -212,9 +208,7 @@ READS["steps"] = Setup(1, save_step, load_step)
 
 
 @pytest.mark.parametrize("way", READS)
-def test_a_load_during_a_save_of_another_program_is_of_one_of_them_or_an_error(
-    way: str, tmp_path: Path
-) -> None:
+def test_a_load_during_a_save_is_of_one_version_or_an_error(way: str, tmp_path: Path) -> None:
     path = str(tmp_path / "it")
     version = 0
 

@@ -246,9 +246,7 @@ def break_everywhere(
     "bit", [None, *(pytest.param(n, marks=pytest.mark.soak) for n in range(8))]
 )
 @each_way
-def test_flipped_bits_and_truncations_are_refused(
-    way: str, bit: int | None, tmp_path: Path, meeting_place: Path
-) -> None:
+def test_flips_and_cuts(way: str, bit: int | None, tmp_path: Path, meeting_place: Path) -> None:
     ranks = Ranks(Kind("single", 1), meeting_place, patience=600)
     lengths, bits = slice(None, None, 3), None
     if bit is not None:  # an eighth of all flips and lengths
@@ -298,9 +296,7 @@ def try_malformed(way: str, count: int, folder: Path, seed: int) -> int:
 
 @pytest.mark.parametrize("count", [SHORT, pytest.param(SOAK, marks=pytest.mark.soak)])
 @each_way
-def test_malformed_checkpoints_are_refused_and_do_no_harm(
-    way: str, count: int, tmp_path: Path, alone: Alone
-) -> None:
+def test_malformed_files_do_no_harm(way: str, count: int, tmp_path: Path, alone: Alone) -> None:
     """Each process tries a part of them, and must end within a minute."""
     each = count // len(WAYS) + 1 if count == SHORT else PART
     parts = 1 if count == SHORT else count // len(WAYS) // PART + 1

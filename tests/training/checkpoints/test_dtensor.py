@@ -69,9 +69,7 @@ def whole(parts: dict[str, Any]) -> dict[str, list[float]]:
 
 @needs_training
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 2), (2, 3), (3, 2), (2, 1)])
-def test_a_spread_training_goes_on_at_any_world_size(
-    saved_by: int, loaded_by: int, tmp_path: Path
-) -> None:
+def test_a_spread_training_goes_on(saved_by: int, loaded_by: int, tmp_path: Path) -> None:
     path = tmp_path / "state"
 
     def save() -> Any:

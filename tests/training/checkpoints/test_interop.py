@@ -65,7 +65,7 @@ def minilm() -> MiniLM:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_real_transformer_as_we_write_it_is_read_by_all(
+def test_our_files_are_read(
     minilm: MiniLM, layout: str, tmp_path: Path, meeting_place: Path
 ) -> None:
     folder = tmp_path / "m"
@@ -118,9 +118,7 @@ def test_the_models_of_a_state_are_read_by_themselves(tmp_path: Path, alone: Alo
 
 
 @pytest.mark.parametrize("writer", ["transformers", "transformers-shards", "safetensors", "torch"])
-def test_a_real_transformer_as_others_write_it_is_read_by_us(
-    minilm: MiniLM, writer: str, tmp_path: Path
-) -> None:
+def test_a_transformer_of_others_is_read(minilm: MiniLM, writer: str, tmp_path: Path) -> None:
     if writer == "transformers":
         minilm.model.save_pretrained(tmp_path)
     elif writer == "transformers-shards":

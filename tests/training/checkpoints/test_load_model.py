@@ -79,9 +79,7 @@ def on_meta(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 @pytest.mark.parametrize("new", [False, True], ids=["in use", "on the meta device"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_disk_that_fails_at_any_call_of_a_load_is_told_of(
-    way: str, new: bool, tmp_path: Path, alone: Alone
-) -> None:
+def test_a_disk_that_fails_in_a_load(way: str, new: bool, tmp_path: Path, alone: Alone) -> None:
     code = errno.ESTALE if way == "shards" else errno.EIO
     path, tried = tmp_path / "m", list[tuple[nn.Module, list[nn.Parameter]]]()
     saved(path, alone, filled(2), **WAYS[way])
@@ -111,9 +109,7 @@ def test_a_disk_that_fails_at_any_call_of_a_load_is_told_of(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["as stored", "cast"])
 @pytest.mark.parametrize("way", ["single", "shards"])
-def test_a_model_without_values_gets_none_that_are_damaged(
-    way: str, dtype: torch.dtype, tmp_path: Path, alone: Alone
-) -> None:
+def test_damage_loads_nothing(way: str, dtype: torch.dtype, tmp_path: Path, alone: Alone) -> None:
     path, model = tmp_path / "m", on_meta(dtype)
     saved(path, alone, filled(2), **WAYS[way])
     for file in path.glob("*.safetensors"):
@@ -205,9 +201,7 @@ def meddle(path: Path, how: Callable[[Path], object]) -> Callable[[int, str, Any
     return at
 
 
-def test_a_file_that_is_written_to_while_it_is_read_is_noticed(
-    tmp_path: Path, alone: Alone
-) -> None:
+def test_a_file_that_is_written_while_it_is_read_is_noticed(tmp_path: Path, alone: Alone) -> None:
     path = tmp_path / "m"
     saved(path, alone, filled(2))
     file = path / "model.safetensors"
@@ -242,9 +236,7 @@ class Fused(nn.Module):
 
 
 @pytest.mark.parametrize("order", ["wab", "abw", "awb", "sw", "ws", "ab"])
-def test_of_parameters_that_share_memory_the_last_one_stays(
-    order: str, tmp_path: Path, alone: Alone
-) -> None:
+def test_of_shared_parameters_the_last_stays(order: str, tmp_path: Path, alone: Alone) -> None:
     model, plain = Fused(order), nn.Module()
     sizes = {"w": 6, "a": 3, "b": 3, "s": 3}
     for number, name in enumerate(order):
@@ -335,7 +327,7 @@ def normed() -> nn.Module:
 
 
 @pytest.mark.parametrize("model", [normed, lambda: nn.Sequential(Turned(3, 3), nn.Linear(3, 3))])
-def test_beside_a_part_that_looks_itself_what_is_missing_is_missing(
+def test_missing_parts_are_named(
     model: Callable[[], nn.Module], tmp_path: Path, alone: Alone
 ) -> None:
     saved(tmp_path / "m", alone, model()[:1])  # type: ignore[index]
@@ -374,9 +366,7 @@ def test_a_backward_pass_under_way_notices_a_load(tmp_path: Path, alone: Alone) 
         loss.backward()
 
 
-def test_a_large_file_is_read_by_several_threads_or_one(
-    tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file(tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     model, path = nn.Linear(1000, 6001), tmp_path / "m"  # more than four pieces, and odd
     saved(path, alone, model)
     for cpus, device in ((4, "cpu"), (4, "meta"), (1, "cpu"), (1, "meta")):

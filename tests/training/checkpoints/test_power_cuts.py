@@ -226,9 +226,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "before"), CASES)
-def test_what_a_power_cut_leaves_is_the_old_or_the_new(
-    name: str, before: str, tmp_path: Path, alone: Alone
-) -> None:
+def test_power_cuts_leave_old_or_new(name: str, before: str, tmp_path: Path, alone: Alone) -> None:
     over, empty = before == "an older one", before == "an empty directory"
     run = alone(lambda: crash(SETUPS[f"{name}-1"], over, tmp_path, empty=empty))
     moments, states, new = run

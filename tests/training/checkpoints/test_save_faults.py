@@ -58,9 +58,7 @@ def points(trial: Trial, stride: int) -> list[tuple[int, int]]:
 
 
 @everywhere
-def test_killed_anywhere_it_is_the_old_or_the_new(
-    name: str, over: bool, stride: int, tmp_path: Path
-) -> None:
+def test_killed_it_is_old_or_new(name: str, over: bool, stride: int, tmp_path: Path) -> None:
     trial = Trial(SETUPS[name], tmp_path, overwrite=over)
     before = OLD if over else NONE
     trial.save(0, nothing)
@@ -85,9 +83,7 @@ def test_killed_anywhere_it_is_the_old_or_the_new(
 
 
 @everywhere
-def test_failing_anywhere_all_ranks_say_the_same(
-    name: str, over: bool, stride: int, tmp_path: Path
-) -> None:
+def test_failing_all_say_the_same(name: str, over: bool, stride: int, tmp_path: Path) -> None:
     trial, codes = Trial(SETUPS[name], tmp_path, overwrite=over), list(ERRNOS.values())
     before, standing = OLD if over else NONE, trial.stands
     seen: Tally[tuple[bool, int]] = Tally()
@@ -173,9 +169,7 @@ def told_at(point: int) -> Callable[[int, str, tuple[Any, ...]], object]:
 
 
 @pytest.mark.parametrize(("name", "over", "stride"), [*SHORT_SIGNALS, *LONG_SIGNALS])
-def test_told_to_end_anywhere_it_is_the_old_or_the_new(
-    name: str, over: bool, stride: int, tmp_path: Path
-) -> None:
+def test_ended_it_is_old_or_new(name: str, over: bool, stride: int, tmp_path: Path) -> None:
     trial = Trial(SETUPS[name], tmp_path, overwrite=over)
     before, standing = OLD if over else NONE, trial.stands
     trial.save(0, nothing)

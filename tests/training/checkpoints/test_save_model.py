@@ -94,9 +94,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @on_some
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_model_of_all_kinds_of_tensors_comes_back_bit_for_bit(
-    world: Ranks, layout: str, tmp_path: Path
-) -> None:
+def test_all_kinds_of_tensors_come_back(world: Ranks, layout: str, tmp_path: Path) -> None:
     def program() -> tuple[bool, bool]:
         model, other = Odd(1), Odd(2)
         save_model(model, tmp_path / "m", **LAYOUTS[layout])
@@ -201,9 +199,7 @@ def saved(tmp_path: Path, alone: Alone) -> tuple[nn.Module, Path]:
     return model, tmp_path / "m"
 
 
-def test_what_does_not_fit_is_named_and_left_without_strict(
-    saved: tuple[nn.Module, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_misfits_are_named(saved: tuple[nn.Module, Path], caplog: pytest.LogCaptureFixture) -> None:
     model, path = saved
     other: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
     before = {name: value.clone() for name, value in other.state_dict().items()}
@@ -246,9 +242,7 @@ def test_what_accelerates_function_takes_is_taken_or_told(saved: tuple[nn.Module
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
-def test_compiled_and_wrapped_models_have_the_names_of_plain_ones(
-    tmp_path: Path, alone: Alone
-) -> None:
+def test_compiled_and_wrapped_models_have_plain_names(tmp_path: Path, alone: Alone) -> None:
     def program() -> list[bool]:
         plain = two_layers()
         layer: Any = torch.compile(nn.Linear(3, 4))
@@ -269,9 +263,7 @@ def test_compiled_and_wrapped_models_have_the_names_of_plain_ones(
     assert alone(program) == [True] * 6
 
 
-def test_links_are_refused_unless_they_are_allowed(
-    saved: tuple[nn.Module, Path], tmp_path: Path
-) -> None:
+def test_links_are_refused_unless_allowed(saved: tuple[nn.Module, Path], tmp_path: Path) -> None:
     model, path = saved
     cache = tmp_path / "snapshot"
     cache.mkdir()
@@ -283,9 +275,7 @@ def test_links_are_refused_unless_they_are_allowed(
     assert same(model, other)
 
 
-def test_what_is_above_a_link_is_where_others_find_it(
-    tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_above_a_link(tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other" / "inner").mkdir(parents=True)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "link").symlink_to("../other/inner")
@@ -351,7 +341,7 @@ def test_a_device_map_and_a_dtype_place_a_model(saved: tuple[nn.Module, Path]) -
     assert torch.equal(other[1].weight, model.state_dict()["1.weight"].bfloat16())
 
 
-def test_tied_parameters_and_buffers_without_values(
+def test_tied_parameters_and_empty_buffers(
     tmp_path: Path, alone: Alone, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, other = Odd(1), Odd(2)
@@ -396,9 +386,7 @@ def test_large_tensors_that_are_not_contiguous_come_back(tmp_path: Path, alone: 
         assert torch.equal(tensor, other.state_dict()[name]), name
 
 
-def test_the_file_is_one_that_others_read_and_tied_tensors_may_have_any_name(
-    tmp_path: Path, alone: Alone
-) -> None:
+def test_others_read_the_file_and_ties_may_have_any_name(tmp_path: Path, alone: Alone) -> None:
     def tied(seed: int) -> nn.Module:
         model = nn.Module()
         torch.manual_seed(seed)
@@ -480,9 +468,7 @@ def test_a_directory_has_a_name(call: str, tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_right_after_a_save_behind_has_begun_takes_nothing_from_it(
-    meeting_place: Path, tmp_path: Path
-) -> None:
+def test_an_interrupt_takes_nothing_from_a_save_behind(meeting_place: Path, tmp_path: Path) -> None:
     """The thread goes on, and so do those of the other ranks: they need what is there."""
 
     def program() -> int | None:
@@ -527,9 +513,7 @@ def test_what_is_empty_or_has_the_headers_own_name(tmp_path: Path, alone: Alone)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks for directories in /proc")
-def test_directories_that_somebody_makes_or_that_cannot_be_synced_are_used(
-    tmp_path: Path, alone: Alone
-) -> None:
+def test_directories_that_cannot_be_synced_are_used(tmp_path: Path, alone: Alone) -> None:
     where = tmp_path / "run" / "more" / "s"
 
     def program() -> tuple[float, bool]:

@@ -116,9 +116,7 @@ def ending(parts: dict[str, Any], losses: list[float]) -> Any:
 
 @on_some
 @pytest.mark.parametrize("stop_at", [3, 4, 5], ids=["mid-epoch", "boundary", "next-epoch"])
-def test_resumed_it_is_as_if_uninterrupted_bit_for_bit(
-    world: Ranks, stop_at: int, tmp_path: Path
-) -> None:
+def test_resumed_it_has_the_bits_of_one_run(world: Ranks, stop_at: int, tmp_path: Path) -> None:
     path = tmp_path / "state"
 
     def whole() -> Any:
@@ -209,9 +207,7 @@ class Percent(np.float64):
         rational(1, 2), np.array([rational(1, 2)]),
     ],
 )  # fmt: skip
-def test_what_needs_a_pickle_is_refused_with_its_place(
-    value: Any, tmp_path: Path, alone: Alone
-) -> None:
+def test_what_needs_a_pickle_is_refused(value: Any, tmp_path: Path, alone: Alone) -> None:
     def program() -> None:
         with pytest.raises(
             sp.CheckpointError, match=r"state a\.1 is a .*only be saved as a pickle"
@@ -267,9 +263,7 @@ def save_simple(path: Path) -> None:
 
 
 @several(2)
-def test_a_missing_or_damaged_random_state_is_an_error_on_all_ranks(
-    world: Ranks, tmp_path: Path
-) -> None:
+def test_a_damaged_random_state_is_an_error_on_all_ranks(world: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "s"
 
     def load() -> str:
@@ -291,9 +285,7 @@ def test_a_missing_or_damaged_random_state_is_an_error_on_all_ranks(
     assert "rank-00001.state.safetensors: missing" in second[0]
 
 
-def test_another_world_size_is_refused_with_the_reason_or_handled(
-    tmp_path: Path, alone: Alone, meeting_place: Path
-) -> None:
+def test_another_world_size_is_refused(tmp_path: Path, alone: Alone, meeting_place: Path) -> None:
     path = tmp_path / "s"
 
     def load() -> tuple[bool, Any]:
@@ -380,9 +372,7 @@ def test_another_bit_generator_of_numpy_goes_on(tmp_path: Path, alone: Alone) ->
 
 
 @on_some
-def test_a_save_behind_the_training_has_the_values_of_its_start(
-    world: Ranks, tmp_path: Path
-) -> None:
+def test_a_save_behind_training_has_the_values_of_its_start(world: Ranks, tmp_path: Path) -> None:
     def program() -> tuple[float, bool, list[str]]:
         model, other = nn.Linear(300, 300), nn.Linear(300, 300)
         kept = Kept({"list": [1], "array": np.ones(3)})
@@ -404,9 +394,7 @@ def test_a_save_behind_the_training_has_the_values_of_its_start(
 
 
 @on_some
-def test_a_failure_behind_the_training_is_logged_and_surfaces_at_the_next_save(
-    world: Ranks, tmp_path: Path
-) -> None:
+def test_a_failure_behind_training_surfaces_at_the_next_save(world: Ranks, tmp_path: Path) -> None:
     last = world.ranks - 1
 
     def program() -> tuple[str, int, list[str]]:
