@@ -5,7 +5,6 @@ Only their import lines differ. Accelerate runs them on two ranks of its own.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 from support import ROOT
 from support.accelerate_scripts import installed, port
-from support.rank_environment import free_port
+from support.rank_environment import free_port, run_python
 from support.rank_worlds import Kind, Ranks
 from support.training_models import TRAINED
 
@@ -153,8 +152,7 @@ def test_transformers_trainer_runs(ranks: int, tmp_path: Path) -> None:
     script.write_text(TRAINER)
 
     def lines(library: str, *start: str) -> list[str]:
-        line = [sys.executable, *start, str(script), library, str(tmp_path / library)]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=240)
+        done = run_python(*start, script, library, tmp_path / library)
         assert done.returncode == 0, done.stderr[-4000:]
         return [line.partition("done ")[2] for line in done.stdout.splitlines() if "done" in line]
 

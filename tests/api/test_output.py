@@ -6,13 +6,12 @@ import contextlib
 import io
 import json
 import logging
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 from conftest import in_processes
-from support.rank_environment import clean_environ
+from support.rank_environment import run_python
 from support.rank_worlds import Ranks
 
 import syncprims as sp
@@ -127,10 +126,7 @@ print(json.dumps(told + [(root.level, list(root.handlers)) == before, logger.nam
 def test_they_work_before_the_world_starts(rank: int) -> None:
     # Nobody could join this world: it has no run id, and no other rank.
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "SYNCPRIMS_BACKEND": "file"}
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE], env=clean_environ() | place, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    done = run_python("-c", ALONE, **place)
     assert done.returncode == 0, done.stderr
     begun, told = done.stdout.splitlines()
     assert begun == f"[rank {rank}] begun"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import subprocess
-import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 from support.process_groups import dist
+from support.rank_environment import run_python
 
 PROGRAM = """
 import sys
@@ -49,7 +48,7 @@ def program(tmp_path: Path) -> Path:
 
 def run(*command: str | Path) -> list[str]:
     """Return the lines that a command printed."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    done = run_python(*command)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

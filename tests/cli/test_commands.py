@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import ROOT
-from support.rank_environment import PATIENCE, clean_environ, free_port
+from support.rank_environment import PATIENCE, clean_environ, free_port, run_python
 from support.rank_worlds import CLOSING
 
 from syncprims.cli import COMMANDS, main, parser
@@ -190,12 +190,10 @@ def test_an_unwritable_output_is_no_traceback(tmp_path: Path, clean: dict[str, s
     ids=str,
 )
 def test_closed_streams_are_no_traceback(
-    words: list[str], closed: list[int], code: int, told: str, tmp_path: Path, clean: dict[str, str]
+    words: list[str], closed: list[int], code: int, told: str, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CLOSING, str(closed), sys.executable, "-m", "syncprims", *words],
-        env=clean, cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "syncprims", *words]
+    done = run_python("-c", CLOSING, closed, *command, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (code, "")
     assert "Traceback" not in done.stderr
     assert told in done.stderr

@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
-import sys
+from functools import partial
 from typing import Any
 
 import pytest
 from support import ROOT
 from support.launcher_variables import OPEN_MPI, SHELL, SLURM, TORCHRUN
-from support.rank_environment import clean_environ
+from support.rank_environment import run_python
 
 # All variables at once, without a process for each.
 from syncprims._world.settings import find_misspelt
@@ -108,14 +107,7 @@ def test_contradictions_are_shown(environ: dict[str, str], kind: str, words: lis
 
 
 def test_the_command_itself() -> None:
-    clean = clean_environ("MASTER_PORT")
-
-    def call(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "syncprims", "env", *words], env={**clean, **more},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-
+    call = partial(run_python, "-m", "syncprims", "env")
     alone = call()
     assert alone.returncode == 0
     assert alone.stdout.startswith("A world of one would start")

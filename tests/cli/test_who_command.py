@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.observed import await_report
-from support.rank_environment import clean_environ, free_port
+from support.rank_environment import clean_environ, free_port, run_python
 from support.rank_worlds import PATIENCE
 
 from syncprims.cli import main
@@ -66,10 +66,7 @@ def hangs(process: subprocess.Popen[str]) -> Any:
 
 
 def command(*words: str, of: str = "who") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "syncprims", of, *words], capture_output=True, text=True,
-        timeout=PATIENCE, check=False, env=clean_environ(),
-    )  # fmt: skip
+    return run_python("-m", "syncprims", of, *words)
 
 
 def test_people_and_programs_read_the_same(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import ROOT
-from support.rank_environment import PATIENCE, clean_environ
+from support.rank_environment import PATIENCE, clean_environ, run_python
 
 
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn's digits")
@@ -22,13 +22,9 @@ def test_digits_learn_the_same_on_one_and_four_ranks(tmp_path: Path) -> None:
     learned = []
     for ranks in (1, 4):
         weights = tmp_path / f"{ranks}.npz"
-        done = subprocess.run(
-            [sys.executable, "-m", "syncprims", "run", "-n", str(ranks),
-             str(ROOT / "examples" / "digits.py"),
-             "--cache", str(tmp_path / f"cache-{ranks}" / "digits.npz"), "--save", str(weights)],
-            env=clean_environ(),
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        places = ["--cache", tmp_path / f"cache-{ranks}" / "digits.npz", "--save", weights]
+        script = ROOT / "examples" / "digits.py"
+        done = run_python("-m", "syncprims", "run", "-n", ranks, script, *places)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("prepared 1797 digits") == 1
         right = re.findall(r"([\d.]+)% right", done.stdout)
@@ -45,21 +41,22 @@ def preempt(folder: Path, steps: int, *options: object) -> list[str]:
     """Return the command of a training in `folder` that fails and starts again as told."""
     line = ["-n", 2, "--max-restarts", 1, ROOT / "examples" / "preempt.py", *options]
     line += ["--directory", folder, "--steps", steps, "--save-every", 10]
-    return [sys.executable, "-m", "syncprims", "run", *map(str, line)]
+    return ["-m", "syncprims", "run", *map(str, line)]
 
 
 def test_a_training_that_is_preempted_and_then_fails_goes_on_bit_for_bit(tmp_path: Path) -> None:
     clean = {**clean_environ(), "OMP_NUM_THREADS": "1"}
 
     def finish(command: list[str]) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
+        done = run_python(*command, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr
         return done
 
     run = tmp_path / "run"
     process = subprocess.Popen(
-        preempt(run, 10**9), env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, *preempt(run, 10**9)], env=clean, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     with process:
         while not list(run.glob("step-*")):  # it is training
             assert process.poll() is None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+from support.rank_environment import run_python
 
 FOREIGN = ("torch", "numpy", "filelock", "safetensors", "tqdm", "pytest", "syncprims.backends")
 
 
 def loaded_after(code: str) -> set[str]:
     probe = f"{code}\nimport sys\nprint(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    done = run_python("-c", probe)
+    assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
 
@@ -32,9 +33,7 @@ def test_a_world_of_one_stays_light() -> None:
 
 def test_training_says_that_it_needs_torch() -> None:
     probe = "import sys\nsys.modules['torch'] = None\nimport syncprims.training"
-    done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, check=False
-    )
+    done = run_python("-c", probe)
     assert done.returncode == 1
     assert done.stderr.endswith(
         "ImportError: syncprims.training needs torch: pip install '.[torch]' in the checkout of "

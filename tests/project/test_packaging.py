@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import filelock
 import pytest
 from support import ROOT
+from support.rank_environment import run_python
 
 JOB = """
 import multiprocessing as mp, os, syncprims
@@ -31,8 +30,7 @@ if __name__ == "__main__":
 
 
 def pip(*words: str) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_python("-m", "pip", "--disable-pip-version-check", *words)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -52,10 +50,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
             shutil.copytree(ROOT, source, ignore=ignore)
             script = "from setuptools import build_meta as b; b.build_wheel('../dist')"
-            done = subprocess.run(
-                [sys.executable, "-c", script],
-                cwd=source, capture_output=True, text=True, check=False,
-            )  # fmt: skip
+            done = run_python("-c", script, cwd=source)
             assert done.returncode == 0, done.stdout + done.stderr
     return dist
 
@@ -86,26 +81,15 @@ def test_installed_it_works_outside_the_checkout(built: Path, tmp_path: Path) ->
         "--root-user-action=ignore", "--target", str(site), str(package))  # fmt: skip
     script = tmp_path / "job.py"
     script.write_text(JOB)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(site), "SYNCPRIMS_DIR": str(tmp_path / "meet")},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    place = {"PYTHONPATH": str(site), "SYNCPRIMS_DIR": str(tmp_path / "meet")}
+    done = run_python(script, cwd=tmp_path, **place)
     assert done.stdout == "[0, 0]\n", done.stderr
-    shown = subprocess.run(
-        [sys.executable, str(site / "bin" / "syncprims"), "run", "--help"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    shown = run_python(site / "bin" / "syncprims", "run", "--help", cwd=tmp_path, **place)
     assert "usage: syncprims run" in shown.stdout, shown.stderr
 
 
 def test_a_bare_checkout_says_what_to_do(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "syncprims", tmp_path / "syncprims")
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", "import syncprims; syncprims.barrier()"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_python("-S", "-c", "import syncprims; syncprims.barrier()", cwd=tmp_path)
     assert done.returncode == 1
     assert "pip install -e ." in done.stderr

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.rank_environment import run_python
 
 PROGRAM = """
 import os, sys, importlib, types
@@ -98,7 +97,5 @@ def test_it_works_without_modules_of_posix(tmp_path: Path, case: str) -> None:
         loaded += ["torch", "torch.distributed.nn.functional", "safetensors.torch"]
         body = "import torch" + WITH_TORCH[case]
     program = PROGRAM.format(loaded=loaded, body=body)
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = run_python("-c", program, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,6 +34,16 @@ def environ_of_ranks(directory: Path, **more: str) -> dict[str, str]:
     """Return the environment of ranks that meet in `directory`."""
     clean = clean_environ("MASTER_PORT")
     return {**clean, "SYNCPRIMS_DIR": str(directory), "OMP_NUM_THREADS": "1", **more}
+
+
+def run_python(
+    *words: object, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run this Python with these arguments, in a clean environment with these variables."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)], cwd=cwd, env={**clean_environ(), **variables},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
 
 
 def run_ranks(

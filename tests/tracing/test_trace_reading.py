@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.rank_environment import clean_environ
+from support.rank_environment import run_python
 from support.traces import SECOND, Planted
 
 from syncprims.cli.console import Style
@@ -58,13 +58,7 @@ def analysis_of(planted: Planted) -> Analysis:
 
 
 def command(*args: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "syncprims", "trace", *map(str, args)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**clean_environ(), **variables},
-    )
+    return run_python("-m", "syncprims", "trace", *args, **variables)
 
 
 # -- who made whom wait -------------------------------------------------------------------------

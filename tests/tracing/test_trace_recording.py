@@ -6,14 +6,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import several
-from support.rank_environment import clean_environ
+from support.rank_environment import run_python
 from support.rank_worlds import Kind, Ranks, Scripts, await_end
 from support.traces import Entry, Warnings, entries, only_run
 
@@ -302,27 +301,14 @@ def test_worlds_of_tests_are_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_without_a_trace_nothing_of_it_is_loaded() -> None:
     code = "import sys, syncprims; syncprims.barrier(); print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=clean_environ(),
-    )
-    loaded = set(done.stdout.split())
+    loaded = set(run_python("-c", code).stdout.split())
     assert "syncprims._protocol.rounds" in loaded
     assert "syncprims.tracing" not in loaded
 
 
 def test_an_installation_without_the_room_of_traces_says_so(tmp_path: Path) -> None:
     code = "import sys; sys.modules['syncprims.tracing'] = None; import syncprims; syncprims.init()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**clean_environ(), "SYNCPRIMS_TRACE": str(tmp_path)},
-    )
+    done = run_python("-c", code, SYNCPRIMS_TRACE=str(tmp_path))
     said = f"ConfigurationError: SYNCPRIMS_TRACE={tmp_path} asks for a trace, and this installation"
     assert said in done.stderr
     assert "unset SYNCPRIMS_TRACE" in done.stderr
@@ -330,10 +316,4 @@ def test_an_installation_without_the_room_of_traces_says_so(tmp_path: Path) -> N
 
 def trace_command(*args: object) -> subprocess.CompletedProcess[str]:
     """Run ``syncprims trace`` into pipes."""
-    return subprocess.run(
-        [sys.executable, "-m", "syncprims", "trace", *map(str, args)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=clean_environ(),
-    )
+    return run_python("-m", "syncprims", "trace", *args)

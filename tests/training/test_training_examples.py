@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import ROOT
-from support.rank_environment import clean_environ
+from support.rank_environment import run_python
 from support.training_models import TRAINED
 
 EXAMPLES = ROOT / "examples"
@@ -26,16 +24,9 @@ def daily(*kinds: str) -> list[Any]:
 def run(kind: str, script: str, *options: object) -> str:
     """Return what a job prints on main."""
     backend, _, ranks = kind.partition("-")
-    start = [sys.executable]
-    if backend != "single":
-        start += ["-m", "syncprims", "run", "-n", ranks, "--backend", backend]
-    done = subprocess.run(
-        [*start, str(EXAMPLES / script), *map(str, options)],
-        env={**clean_environ(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    start = ["-m", "syncprims", "run", "-n", ranks, "--backend", backend]
+    start = [] if backend == "single" else start
+    done = run_python(*start, EXAMPLES / script, *options, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from conftest import in_processes, several
-from support.rank_environment import clean_environ
+from support.rank_environment import run_python
 from support.rank_worlds import Ranks
 
 import syncprims as sp
@@ -17,13 +15,7 @@ import syncprims as sp
 
 def say(code: str, **variables: str) -> tuple[int, str]:
     """Run code in a fresh interpreter with only these of our and the launchers' variables."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"from syncprims import *\n{code}"],
-        env={**clean_environ(), **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-c", f"from syncprims import *\n{code}", **variables)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from support.rank_environment import clean_environ
+from support.rank_environment import run_python
 from support.rank_worlds import PATIENCE, Kind, Ranks, Scripts
 
 import syncprims as sp
@@ -238,13 +236,7 @@ if __name__ == "__main__":
     script = tmp_path / "main.py"
     script.write_text(source)
     meet = tmp_path / "meet"
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**clean_environ(), "SYNCPRIMS_DIR": str(meet)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(script, SYNCPRIMS_DIR=str(meet))
     said = done.stdout.splitlines()
     assert len(said) == 6, done.stderr
     for line in said[0:2]:
