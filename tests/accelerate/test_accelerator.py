@@ -194,9 +194,6 @@ def test_main_saves_objects(world: Ranks, tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "there").iterdir()) == ["fifo", "new", "old"]
 
 
-# -- calls that differ, or that only scripts make --------------------------------------------------
-
-
 @in_pairs
 def test_a_backward_pass_outside_of_blocks(world: Ranks) -> None:
     def program() -> float:

@@ -190,9 +190,6 @@ def test_main_saves_a_model_alone(world: Ranks, guard: str, tmp_path: Path) -> N
     assert world.run(program) == [True, True]
 
 
-# -- hooks, and the number of the next checkpoint --------------------------------------------------
-
-
 list_steps = Checkpoints.steps
 
 
@@ -296,9 +293,6 @@ def test_a_hook_that_raises_on_one_rank_is_told_on_all(world: Ranks, tmp_path: P
         return caught.value.rank, values(first, second)
 
     assert world.run(program) == [(world.ranks - 1, [3, 3])] * world.ranks
-
-
-# -- the number of the next checkpoint ----------------------------------------------------------
 
 
 @everywhere

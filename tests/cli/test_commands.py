@@ -71,9 +71,6 @@ def test_impossible_scripts(
     assert done.stderr.count("\n") == 1
 
 
-# -- several nodes -----------------------------------------------------------------------------
-
-
 def test_it_becomes_torchrun_with_what_it_was_told(tmp_path: Path, clean: dict[str, str]) -> None:
     """By a stand-in that tells how it was started."""
     stand_in = tmp_path / "site" / "torch" / "distributed"
@@ -127,9 +124,6 @@ def test_two_nodes_meet(tmp_path: Path, clean: dict[str, str]) -> None:
             if node.poll() is None:
                 node.terminate()  # torchrun ends its ranks
                 node.communicate()
-
-
-# -- pipes, interrupts -------------------------------------------------------------------------
 
 
 NAMES = [module.__name__.rpartition(".")[2] for module in COMMANDS]

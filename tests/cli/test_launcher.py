@@ -219,8 +219,6 @@ def test_output_of_any_shape_arrives(launches: Launches) -> None:
     assert lines[-2:] == ["[rank 0] end", ""]
 
 
-# -- what is left of a run ------------------------------------------------------------------------
-
 #: Starts a process in a session of its own, which names the script; then says where the run meets.
 CHILD = """
 sleep = "import time; time.sleep(99)"
@@ -312,9 +310,6 @@ def test_a_directory_of_the_user_is_left_as_it_was(launches: Launches, tmp_path:
     for source, code in (("barrier()", 0), ("init()\nos.kill(os.getpid(), 9)", 137)):
         assert launches.run(source, SYNCPRIMS_DIR=str(meet)).code == code
         assert not any(meet.iterdir())
-
-
-# -- signals --------------------------------------------------------------------------------------
 
 
 def test_a_second_interrupt_ends_the_ranks_at_once(launches: Launches) -> None:
@@ -446,8 +441,6 @@ def test_a_signal_counts_while_ranks_are_started(launches: Launches) -> None:
         assert launcher.wait(timeout=PATIENCE) == 143
     assert not find_processes(launches.script)
 
-
-# -- restarts -------------------------------------------------------------------------------------
 
 GENERATIONS = """
 generation = os.environ["SYNCPRIMS_RESTART"]

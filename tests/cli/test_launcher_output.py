@@ -180,9 +180,6 @@ def test_one_progress_bar_is_redrawn_in_place_on_a_terminal(tmp_path: Path) -> N
     screen.end()
 
 
-# -- failures -------------------------------------------------------------------------------------
-
-
 def test_the_cause_comes_last_and_is_not_drowned(launches: Launches) -> None:
     done = launches.run("init()\nif get_rank() == 5: raise ValueError('bad')\nbarrier()\n", n=8)
     lines = done.err.splitlines()

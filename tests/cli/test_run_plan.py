@@ -27,8 +27,6 @@ def plan(
     return plan_launch(merge(flags(*line), file or {}), environ or {}, 8, gpus)
 
 
-# -- the line ----------------------------------------------------------------------------------
-
 SAME: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("-n", "4"), ("--ranks", "4")),
     (("-n4",), ("--ranks=4",)),
@@ -114,9 +112,6 @@ def test_bad_values(line: list[str], words: str, capsys: pytest.CaptureFixture[s
     assert told.startswith("syncprims run: ")
 
 
-# -- what is passed on -------------------------------------------------------------------------
-
-
 def test_devices_backend_and_threads_follow_from_each_other() -> None:
     def variables(*line: str, gpus: int | None = None, **environ: str) -> dict[str, str]:
         return plan(*line, "x", gpus=gpus, environ=environ).variables
@@ -174,8 +169,6 @@ def test_several_nodes_are_handed_over_to_torchrun() -> None:
     given = launch_environment(made, outer)
     assert given == {"SYNCPRIMS_RUN_ID": "mine", "HOME": "/home/me", **made.variables}
 
-
-# -- files -------------------------------------------------------------------------------------
 
 EVERYTHING = r"""
 ranks = 4

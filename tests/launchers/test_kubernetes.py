@@ -62,8 +62,6 @@ def test_the_pods_of_a_job_set_find_the_first_one() -> None:
     assert env["PET_MASTER_ADDR"] == f"{name}-{replicated['name']}-0-0.{name}"
 
 
-# -- their commands, in two pods ------------------------------------------------------------------
-
 _TRAIN = """
 import json, logging
 from syncprims import *

@@ -238,8 +238,6 @@ def places(launcher: str, *hosts: int, ranks: list[int] | None = None) -> list[l
     return [found[rank] for rank in sorted(found)]
 
 
-# -- start ----------------------------------------------------------------------------------------
-
 HYDRA = Path(sys.executable).with_name("mpiexec.hydra")
 TOUR = f"{sys.executable} tour.py"
 STARTS = [
@@ -345,8 +343,6 @@ def test_a_sweep_of_torchruns_is_a_world_for_each_task(nodes: Cluster) -> None:
     text = nodes.await_state(nodes.submit(line, "-N1", "-n2"), "COMPLETED", "FAILED")
     assert told(text) == [places("torchrun", 2)] * 2
 
-
-# -- ends -----------------------------------------------------------------------------------------
 
 _KILLED = """
 import os, signal

@@ -34,9 +34,6 @@ def run(*command: object, folder: Path | None = None, **more: str) -> str:
     return done.stdout
 
 
-# -- a script written for Accelerate ------------------------------------------------------------
-
-
 def result(out: str) -> dict[str, Any]:
     """Return the figures that rank 0 prints."""
     found: dict[str, Any] = json.loads(out[out.index("{") : out.rindex("}") + 1])
@@ -103,9 +100,6 @@ def test_a_schedule_that_keeps_its_own_time_is_saved_too(tmp_path: Path) -> None
     assert run_world(both, ranks=1, kind="processes") == [[[3, 0.125], [3, 0.125]]]
 
 
-# -- raw torch.distributed ----------------------------------------------------------------------
-
-
 def test_barriers_and_rank_checks_are_replaced_and_the_weights_stay(tmp_path: Path) -> None:
     import torch
 
@@ -122,9 +116,6 @@ def test_barriers_and_rank_checks_are_replaced_and_the_weights_stay(tmp_path: Pa
     assert all(torch.equal(before[key], after[key]) for key in before)
     code = (EXAMPLES / "from_torch_distributed" / "after.py").read_text()
     assert not re.search(r"dist\.(barrier|all_reduce|broadcast|get_rank)|rank == 0", code)
-
-
-# -- test suites --------------------------------------------------------------------------------
 
 
 def outcome(out: str) -> tuple[int, str]:
@@ -156,8 +147,6 @@ def test_workers_share_a_database_that_one_of_them_made(tmp_path: Path) -> None:
     assert outcome(out) == (10, "")
     assert len(list((tmp_path / "base").rglob("orders.sqlite"))) == 1
 
-
-# -- SLURM --------------------------------------------------------------------------------------
 
 #: Stands for srun: it writes down for which command it was called.
 SRUN = """#!/bin/sh

@@ -120,9 +120,6 @@ def test_a_rank_of_an_earlier_world_has_made_a_call(launches: Launches) -> None:
     assert "PeerLost: rank 1 joined and ended (exit code 0), while rank 0 is in init" in done.err
 
 
-# -- without our launcher -------------------------------------------------------------------------
-
-
 def test_a_rank_records_its_own_end(scripts: Scripts, meeting_place: Path) -> None:
     ended = scripts.run("if rank == 0: barrier('saved')\n", SYNCPRIMS_JOIN_TIMEOUT="600")
     assert [one.code for one in ended] == [1, 0, 0]

@@ -42,9 +42,6 @@ def is_watched() -> bool:
     return False
 
 
-# -- what a rank leaves alive ---------------------------------------------------------------------
-
-
 def hold(leash: int) -> None:
     """Live until the test lets go of the other end."""
     os.read(leash, 1)
@@ -81,9 +78,6 @@ def leash() -> Generator[tuple[int, int]]:
     yield reader, writer
     os.close(reader)
     os.close(writer)
-
-
-# -- where it is killed ---------------------------------------------------------------------------
 
 
 def in_user_code() -> None:
@@ -158,9 +152,6 @@ def test_a_kill_is_told_wherever_it_falls(
     meeting_place: Path,
 ) -> None:
     told(place, companion, leash, meeting_place)
-
-
-# -- before all have joined -----------------------------------------------------------------------
 
 
 def joining(directory: Path, prepare: Callable[[], None], **variables: str) -> list[Any]:

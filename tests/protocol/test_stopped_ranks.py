@@ -76,9 +76,6 @@ def test_a_stopped_rank_is_waited_for(call: Callable[[], object], meeting_place:
     assert not any(meeting_place.iterdir())
 
 
-# -- stopped anywhere, while the others have a deadline -------------------------------------------
-
-
 def stopped_anywhere(seed: int, directory: Path) -> bool:
     """Stop one rank of three at a random moment; the others name it and need nothing of it.
 

@@ -176,9 +176,6 @@ def test_survivors_of_a_kill_are_one_world_in_every_order() -> None:
         every_point(program, Kill(1), 3, strategy="all", kind="processes")
 
 
-# -- in torch.distributed --------------------------------------------------------------------------
-
-
 def test_calls_of_the_store_come_in_every_order() -> None:
     dist: Any = pytest.importorskip("torch.distributed")
 

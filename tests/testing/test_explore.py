@@ -55,9 +55,6 @@ class Planted:
             sp.barrier()
 
 
-# -- schedules -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["", "pct2-80-", "pct3-80-"])
 def test_equal_seeds_give_equal_runs(kind: str) -> None:
     for seed in range(40):
@@ -169,9 +166,6 @@ def test_a_seed_survives_being_printed_and_nothing_else_is_one() -> None:
             Seed.read(text)
 
 
-# -- faults at every point -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fault", [Kill(0), Raise(0, error=OSError(28, "full")), Stop(0)])
 def test_what_a_fault_leaves_behind_is_checked_at_every_point(tmp_path: Path, fault: Any) -> None:
     """A careful save, as an example: whatever happens, the old or the new is there, whole."""
@@ -229,9 +223,6 @@ def test_a_failure_without_a_fault_is_raised() -> None:
 
 def _nothing(point: Point) -> None:
     pass
-
-
-# -- time ------------------------------------------------------------------------------------------
 
 
 def test_a_rank_sleeps_in_the_worlds_time() -> None:

@@ -126,9 +126,6 @@ def test_async_functions_are_refused(fn: Any) -> None:
             run(fn, ranks=2)
 
 
-# -- threads of the user's own --------------------------------------------------------------------
-
-
 def test_a_thread_that_is_no_rank_is_refused() -> None:
     asked = (sp.get_rank, sp.get_world_size, sp.is_main)
 

@@ -427,8 +427,6 @@ def test_coverage_counts_all_ranks(project: Project) -> None:
         assert line.split()[-1] == "100%", result.out
 
 
-# -- once per session ------------------------------------------------------------------------------
-
 ONCE = """
     import os, pathlib
 

@@ -55,9 +55,6 @@ def at_top_level() -> tuple[int, int]:
     return sp.get_rank(), os.getpid()
 
 
-# -- when all is well ------------------------------------------------------------------------------
-
-
 @both
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_each_ranks_result_comes_back_in_rank_order(kind: Kinds, ranks: int) -> None:
@@ -180,9 +177,6 @@ def test_outer_variables_are_not_the_worlds(kind: Kinds, monkeypatch: pytest.Mon
     assert run_world(lambda: sp.current().timeout, 2, kind=kind) == [17, 17]
 
 
-# -- when ranks wait in vain -----------------------------------------------------------------------
-
-
 @both
 def test_a_skipped_barrier_is_a_deadlock_that_names_every_rank(kind: Kinds) -> None:
     def program() -> None:
@@ -232,9 +226,6 @@ def test_half_an_hour_passes_in_no_time() -> None:
     assert time.monotonic() - begin < 60  # thirty times less than what passed in there
 
     assert run_world(program, 3, faults=[Delay(1, at="step", seconds=1700)]) == [None] * 3
-
-
-# -- when ranks raise ------------------------------------------------------------------------------
 
 
 class Odd(Exception):
@@ -421,9 +412,6 @@ def test_a_cause_that_a_cleanup_has_buried_is_named(kind: Kinds) -> None:
     assert "rank 1 of 3: raised CollectiveMismatch, while it handled ValueError: the cause" in note
 
 
-# -- faults ----------------------------------------------------------------------------------------
-
-
 @both
 def test_a_killed_rank_is_lost_to_the_others(kind: Kinds) -> None:
     def program() -> Any:
@@ -532,9 +520,6 @@ def test_a_thread_that_cannot_be_ended_leaves_the_process_as_it_was(outer: sp.Wo
     assert sp.all_gather(sp.get_rank()) == [0]
 
 
-# -- what is asked wrongly -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("asked", "error"),
     [
@@ -560,9 +545,6 @@ def test_threads_are_no_backend_for_a_script(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("SYNCPRIMS_BACKEND", "threads")
     with pytest.raises(sp.ConfigurationError, match="run_world"):
         sp.init()
-
-
-# -- nothing is left -------------------------------------------------------------------------------
 
 
 ENDS: list[dict[str, Any]] = [
@@ -674,9 +656,6 @@ def test_a_wait_keeps_no_variables_of_its_callers() -> None:
 
     late = Delay(1, at=1, seconds=0.5)  # the journal of rank 0 says then that it waits
     run_world(program, 2, kind="processes", faults=[late])
-
-
-# -- ranks with several threads --------------------------------------------------------------------
 
 
 def start(call: Callable[[], object], *, daemon: bool | None = None) -> threading.Thread:

@@ -168,9 +168,6 @@ def test_a_bug_is_named_in_processes(expected: Expected) -> None:
     check(caught.value, expected)
 
 
-# -- a rank that is killed -------------------------------------------------------------------------
-
-
 def train() -> float:
     """Train with DDP."""
     dist.init_process_group()
@@ -197,9 +194,6 @@ def test_a_kill_at_every_round_of_a_training_is_named() -> None:
 def test_a_kill_in_a_backward_pass_is_named_in_processes() -> None:
     with pytest.raises((PeerLost, RankDied), match="rank 1"):
         run_world(train, 3, torch=True, kind="processes", faults=[Kill(rank=1, at="all_reduce")])
-
-
-# -- programs without a bug ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedules", [10, pytest.param(10_000, marks=pytest.mark.soak)])

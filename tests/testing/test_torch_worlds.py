@@ -39,9 +39,6 @@ def summed() -> float:
     return number.item()
 
 
-# -- how a program begins and ends -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -149,9 +146,6 @@ def test_the_marker_takes_torch_too() -> None:
     size = dist.get_world_size()
     assert summed() == size * (size + 1) / 2
     dist.destroy_process_group()
-
-
-# -- what is a rank's own --------------------------------------------------------------------------
 
 
 @both_kinds
@@ -310,9 +304,6 @@ def test_attributes_of_a_module_that_a_rank_imports_are_its_own() -> None:
             sys.modules[name] = kept
 
 
-# -- threads of a rank, and profilers --------------------------------------------------------------
-
-
 def test_hooks_of_all_modules_are_a_ranks_own() -> None:
     def body() -> int:
         calls: list[object] = []
@@ -404,9 +395,6 @@ def test_warnings_are_recorded_by_rank() -> None:
     for seed in range(5):
         assert run_world(body, 2, torch=True, seed=seed) == [["of rank 0"], ["of rank 1"]]
     assert warnings.filters is before
-
-
-# -- the store -------------------------------------------------------------------------------------
 
 
 @both_kinds
@@ -519,9 +507,6 @@ def test_a_wait_for_a_receive_ends_at_its_own_timeout() -> None:
             sleep(60)
 
     run_world(body, 2, torch=True)
-
-
-# -- many worlds -----------------------------------------------------------------------------------
 
 
 def program() -> float:

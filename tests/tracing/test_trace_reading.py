@@ -61,9 +61,6 @@ def command(*args: object, **variables: str) -> subprocess.CompletedProcess[str]
     return run_python("-m", "syncprims", "trace", *args, **variables)
 
 
-# -- who made whom wait -------------------------------------------------------------------------
-
-
 def test_waiting_is_laid_on_who_came_last(planted: Planted) -> None:
     found = analysis_of(planted)
     worst, other = found.late_arrivals
@@ -170,9 +167,6 @@ def test_a_wait_that_others_have_survived_is_no_hang(hanging: Planted) -> None:
     assert "has not come to" not in analysis_of(hanging).conclusion
 
 
-# -- one clock --------------------------------------------------------------------------------
-
-
 def test_clocks_of_hosts_are_aligned_by_the_rounds(plant: Plant) -> None:
     ahead = 12_345 * SECOND
     run = plant(4, ahead=[0, 0, ahead, ahead])
@@ -207,9 +201,6 @@ def test_hosts_that_share_no_round_are_set_by_the_calendar(plant: Plant) -> None
     assert (
         "were aligned by the calendar, since they share no round with the first rank" in done.stderr
     )
-
-
-# -- files that are not as they were ------------------------------------------------------------
 
 
 def test_a_file_cut_off_anywhere_gives_what_is_left(planted: Planted) -> None:
@@ -285,9 +276,6 @@ def test_a_run_that_is_not_there_names_those_that_are(planted: Planted) -> None:
     done = command(planted.directory, "--run", "yesterday")
     assert done.returncode == 2
     assert "has no such run; it has planted" in done.stderr
-
-
-# -- what is written ----------------------------------------------------------------------------
 
 
 def test_without_a_terminal_nothing_is_cut_off_or_coloured(plant: Plant) -> None:

@@ -648,9 +648,6 @@ def test_what_is_forgotten_comes_into_no_new_window(world: Ranks) -> None:
     assert world.run(program) == [(1.0, False)]
 
 
-# -- ``loss.backward()``: gradients are averaged on every backend, as in DDP -----------------------
-
-
 def mine() -> torch.Tensor:
     """Return an input that differs between ranks: its mean over two ranks is 1.5."""
     return torch.full((1, 1), syncprims.get_rank() + 1.0)

@@ -127,9 +127,6 @@ def test_what_an_optimizer_does_in_its_own_way_is_left_to_it(world: Ranks) -> No
     world.run(program)
 
 
-# -- shapes that differ between ranks: all ranks raise and stay in step ----------------------------
-
-
 def frozen(layer: nn.Linear, *, bias: bool) -> nn.Linear:
     assert layer.bias is not None
     layer.bias.requires_grad_(not bias)

@@ -58,9 +58,6 @@ def call_of(report: WorldReport, rank: int) -> str:
     return f"{one.call}{'' if one.name is None else f' {one.name!r}'} ({one.site})"
 
 
-# -- a rank that does not come --------------------------------------------------------------------
-
-
 def loop_in_python() -> None:
     while True:
         pass
@@ -320,9 +317,6 @@ def test_two_hosts_each_show_their_ranks_and_what_they_know_of_others(meeting_pl
     assert f"(pid {pids[3]}): it is stopped, or " in silent.verdict.text
 
 
-# -- how a world is found -------------------------------------------------------------------------
-
-
 def test_a_world_is_found_by_run_directory_and_process(meeting_place: Path) -> None:
     with running(PAIR, meeting_place, lambda: None) as pids:
         seen = await_report(pids[0], lambda r: r.ranks[1].state == "running")
@@ -421,9 +415,6 @@ def test_pids_are_those_of_the_reader(meeting_place: Path, tmp_path: Path) -> No
     finally:
         outer.kill()
         outer.wait()
-
-
-# -- what a reader may meet, and what it must not do ----------------------------------------------
 
 
 def test_the_reader_writes_nothing_and_locks_nothing(meeting_place: Path, signs: Signs) -> None:
@@ -550,9 +541,6 @@ def test_reads_in_random_programs_are_true(reads: int, meeting_place: Path, tmp_
         done.set()
         reader.join()
     assert wrong == []
-
-
-# -- what is said of what was read ----------------------------------------------------------------
 
 
 def view(boards: list[BoardView], size: int) -> WorldView:

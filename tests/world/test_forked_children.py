@@ -20,9 +20,6 @@ import syncprims as sp
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
 
 
-# -- a child of a rank that waits -----------------------------------------------------------------
-
-
 def enter(context: Any) -> None:
     with context:
         pass
@@ -188,9 +185,6 @@ def test_a_child_forked_in_the_middle_of_a_wait_is_no_rank_and_does_no_harm(
     assert not any(scripts.directory.iterdir())
     assert first.out == ("" if code is None else f"child's exit code {code}\n")
     assert ("ForkedProcess" in first.err) == (code == 1)
-
-
-# -- other moments --------------------------------------------------------------------------------
 
 
 def plainly(child: Callable[[], None]) -> int:

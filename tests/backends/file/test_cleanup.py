@@ -40,9 +40,6 @@ def exit_codes(pids: Sequence[int]) -> list[int]:
     return codes
 
 
-# -- runs that are killed as a whole --------------------------------------------------------------
-
-
 class Run(NamedTuple):
     """A run on its way: its ranks, and where they say what they are about to do."""
 
@@ -110,9 +107,6 @@ def test_runs_killed_anywhere_leave_the_next_a_clean_start(meeting_place: Path) 
     killed_runs(50, meeting_place, seed=1)
 
 
-# -- worlds without end ---------------------------------------------------------------------------
-
-
 class Footprint(NamedTuple):
     """What this process holds of the machine."""
 
@@ -174,9 +168,6 @@ def test_worlds_leave_nothing_in_a_process(meeting_place: Path, fresh: bool, cou
         assert late.blocks - early.blocks < 400 + count / 20
         # Python's table of names grows by megabytes at once, somewhere on the way, and only once.
         assert late.kilobytes - early.kilobytes < 4096
-
-
-# -- side by side ---------------------------------------------------------------------------------
 
 
 def many_worlds(name: str, count: int) -> None:

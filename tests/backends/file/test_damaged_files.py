@@ -174,9 +174,6 @@ def test_another_version_is_told(remains: Remains, tmp_path: Path) -> None:
     assert "of this version of syncprims: start all ranks from one installation" in said
 
 
-# -- while they are in use ------------------------------------------------------------------------
-
-
 def flip(directory: Path, chance: random.Random) -> None:
     """Flip a bit of one of the files below; often where something is written."""
     files = [path for path in directory.rglob("*") if path.is_file()]

@@ -137,9 +137,6 @@ def test_a_restarted_run_never_meets_ranks_of_the_earlier_one(scripts: Scripts) 
     assert {rank.out for rank in ended} == {"['0', '0', '0']\n"}
 
 
-# -- directories that will not do -----------------------------------------------------------------
-
-
 def test_a_link_a_file_and_an_unwritable_place_are_refused(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()

@@ -135,9 +135,6 @@ def test_without_proc_the_probe_must_do(meeting_place: Path) -> None:
     assert Ranks(Kind("file", 2), meeting_place).run_alone(program) == [[1, 1]] * 2
 
 
-# -- real mounts ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def mounted(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Path]:
     """A file system mounted for this test, with the given type and options."""

@@ -66,9 +66,6 @@ def place() -> Generator[Place]:
         shutil.rmtree(common)
 
 
-# -- where ranks meet -----------------------------------------------------------------------------
-
-
 def below(place: Place, mode: int, owner: int, *, levels: int = 1) -> None:
     """Put the base `levels` below a directory like this."""
     weak = place.common / "weak"
@@ -172,9 +169,6 @@ def test_memory_open_to_all_is_no_default(place: Place, monkeypatch: pytest.Monk
     assert default_base("/proc/nowhere") == default_base(None)
 
 
-# -- what is found there --------------------------------------------------------------------------
-
-
 def test_own_directories_with_a_loose_mode_are_refused(place: Place) -> None:
     place.own_base()
     for mode in (0o770, 0o777, 0o750, 0o705):
@@ -256,9 +250,6 @@ def test_planted_files_are_refused_or_harmless(place: Place, kind: str, alive: b
         place.victim.check()
 
 
-# -- clearing away --------------------------------------------------------------------------------
-
-
 def test_sweeping_and_clearing_remove_nothing_outside(place: Place) -> None:
     place.own_base(0o777)
     inner = place.victim.folder
@@ -286,9 +277,6 @@ def test_sweeping_and_clearing_remove_nothing_outside(place: Place) -> None:
     assert outcome_of(place.base) == "joined"
     place.victim.check()
     assert (ours / "deep" / "file").exists()
-
-
-# -- between a look and a use ---------------------------------------------------------------------
 
 
 def swap_for_ever(path: Path, victim: Victim) -> None:

@@ -155,9 +155,6 @@ def test_a_rank_that_dies_before_is_named(meeting_place: Path) -> None:
     assert world.outcomes(program)[0] == (1, True)
 
 
-# -- an end while something is pending in it, for which Gloo's own would wait ---------------------
-
-
 def test_a_rank_that_raises_ends_as_any_program(meeting_place: Path, tmp_path: Path) -> None:
     scripts = Scripts(Kind("torch", 2), meeting_place, tmp_path)
     raised, told = scripts.run("""

@@ -104,8 +104,6 @@ def test_process_groups_find_the_other_hosts_through_their_store(tmp_path: Path)
             assert json.loads(net.report_of(rank)) == [turn, turn]
 
 
-# -- what goes wrong ------------------------------------------------------------------------------
-
 _WAIT = """
 barrier("begin")
 report("waiting")

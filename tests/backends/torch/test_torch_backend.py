@@ -134,9 +134,6 @@ def test_a_group_that_is_not_the_launchers_world_is_refused(meeting_place: Path)
     assert "torchrun says rank=1 and world_size=2" in done.stderr
 
 
-# -- joining --------------------------------------------------------------------------------------
-
-
 def test_who_never_came_is_named(meeting_place: Path, signs: Signs) -> None:
     def program() -> Any:
         if sp.get_rank() == 2:
@@ -301,9 +298,6 @@ def test_worlds_one_after_another(meeting_place: Path) -> None:
     world.check_nothing_left()
 
 
-# -- what is asked of the store -------------------------------------------------------------------
-
-
 def counting(program: Callable[[Counter[str]], Any]) -> Callable[[], Any]:
     """Have `program` run with a count of all that this rank asks of a store."""
 
@@ -371,9 +365,6 @@ def test_a_store_does_not_grow(meeting_place: Path) -> None:
         assert abs(late - early) <= 12, "the keys of a few rounds, which are about to go"
 
 
-# -- time -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("heartbeats", [6, pytest.param(120, marks=pytest.mark.soak)])
 def test_a_long_body_in_main_first_times_nothing_out(heartbeats: int, meeting_place: Path) -> None:
     limit = 0.3
@@ -389,9 +380,6 @@ def test_a_long_body_in_main_first_times_nothing_out(heartbeats: int, meeting_pl
     world = Ranks(Kind("torch", 4, hosts=2), meeting_place)
     variables = {"SYNCPRIMS_TIMEOUT": "0.2", "SYNCPRIMS_HEARTBEAT": str(limit)}
     assert world.run(program, **variables) == ["whole"] * 4
-
-
-# -- bulk -----------------------------------------------------------------------------------------
 
 
 def test_large_objects_pass_by_the_store(meeting_place: Path) -> None:
@@ -477,8 +465,6 @@ def test_who_dies_in_a_transfer_is_named(ranks: int, seconds: float, meeting_pla
     outcomes = world.outcomes(program, start=False, SYNCPRIMS_HEARTBEAT="1")
     assert outcomes[:-1] == [(ranks - 1, True)] * (ranks - 1)
 
-
-# -- ranks that the program starts itself ---------------------------------------------------------
 
 _STARTER = """
 import json, os, sys, textwrap

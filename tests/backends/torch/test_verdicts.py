@@ -40,9 +40,6 @@ def test_in_every_order_a_round_has_one_verdict(faults: dict[str, int]) -> None:
     assert explore(Model(**faults)) > 0
 
 
-# -- a store that is stopped ----------------------------------------------------------------------
-
-
 def pause(pid: int, signs: Signs) -> None:
     """Stop a process for longer than a heartbeat may be missing, once a rank asks for it."""
     signs.wait("stop")

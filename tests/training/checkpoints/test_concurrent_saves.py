@@ -190,9 +190,6 @@ def test_a_rank_that_raises_leaves_no_save_to_the_next_world(tmp_path: Path) -> 
     assert not [t for t in threading.enumerate() if t.name == "syncprims-save"]
 
 
-# -- loads while another program saves to the same place ------------------------------------------
-
-
 def save_step(path: str, version: int) -> None:
     Checkpoints(path, keep_last=1).save(version, {"m": Net(version)})
 
@@ -237,9 +234,6 @@ def test_a_load_during_a_save_is_of_one_version_or_an_error(way: str, tmp_path: 
 
     [results] = run_world(lambda: [load(point) for point in range(40)], 1)
     assert all(found in (0, -1) or "load again" in str(found) for found in results)
-
-
-# -- two programs that save to one place ----------------------------------------------------------
 
 
 SAVES: dict[str, Callable[[str, int], object]] = {

@@ -221,9 +221,6 @@ def test_a_file_that_is_written_while_it_is_read_is_noticed(tmp_path: Path, alon
         load_checkpoint_in_model(filled(1), path)
 
 
-# -- models that are not plain ------------------------------------------------------------------
-
-
 class Fused(nn.Module):
     """Parameters that share memory: a whole, and its halves, which may come in any order."""
 

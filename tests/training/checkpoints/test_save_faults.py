@@ -137,9 +137,6 @@ def test_a_failed_sync_is_not_tried_again(tmp_path: Path) -> None:
     assert trial._ranks.run(save) == [["fsync"]]
 
 
-# -- signals --------------------------------------------------------------------------------------
-
-
 def leave(number: int, frame: object) -> NoReturn:
     """End the program, as a handler of SIGTERM may."""
     sys.exit(143)
@@ -200,9 +197,6 @@ def test_ended_it_is_old_or_new(name: str, over: bool, stride: int, tmp_path: Pa
     assert seen.total() > 3
     assert seen[before, True] > 0
     print(f"told to end: {name} overwrite={over}: {dict(seen)}")
-
-
-# -- every call is seen ----------------------------------------------------------------------------
 
 
 PACKAGE = ROOT / "syncprims" / "training" / "checkpoints"

@@ -189,9 +189,6 @@ def test_ranks_with_other_models_are_told_so(world: Ranks, tmp_path: Path) -> No
     assert not (tmp_path / "m").exists()
 
 
-# -- loading alone: no world is needed -------------------------------------------------------------
-
-
 @pytest.fixture
 def saved(tmp_path: Path, alone: Alone) -> tuple[nn.Module, Path]:
     model = two_layers()
@@ -357,9 +354,6 @@ def test_tied_parameters_and_empty_buffers(
     assert empty.passing.is_meta
 
 
-# -- edge cases, of states too ---------------------------------------------------------------------
-
-
 class Large(nn.Module):
     """Tensors of more than one piece that do not lie in memory as they are read."""
 
@@ -408,9 +402,6 @@ def test_others_read_the_file_and_ties_may_have_any_name(tmp_path: Path, alone: 
         assert torch.equal(one.get_parameter(name), found[name])
 
 
-# -- places -------------------------------------------------------------------------------------
-
-
 @on_some
 def test_an_empty_directory_that_is_there_stays_the_one_it_is(world: Ranks, tmp_path: Path) -> None:
     real, link = tmp_path / "disk", tmp_path / "link"
@@ -429,8 +420,6 @@ def test_an_empty_directory_that_is_there_stays_the_one_it_is(world: Ranks, tmp_
     assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
     assert link.is_symlink()
 
-
-# -- the directory ------------------------------------------------------------------------------
 
 SAVES: dict[str, Callable[[Any], object]] = {
     "save_model": lambda where: save_model(nn.Linear(2, 2), where),

@@ -255,9 +255,6 @@ def test_nothing_is_pickled(world: Ranks, no_pickle: Callable[[], None], tmp_pat
     assert world.run(program, SYNCPRIMS_PICKLE="0") == [[2]] * world.ranks
 
 
-# -- what does not fit --------------------------------------------------------------------------
-
-
 def save_simple(path: Path) -> None:
     save_state(path, {"model": nn.Linear(2, 2), "it": Kept(1)}, rank_objects={"own": Kept(2)})
 
@@ -368,9 +365,6 @@ def test_another_bit_generator_of_numpy_goes_on(tmp_path: Path, alone: Alone) ->
     assert first == again
 
 
-# -- behind the training, and directories of steps -------------------------------------------------
-
-
 @on_some
 def test_a_save_behind_training_has_the_values_of_its_start(world: Ranks, tmp_path: Path) -> None:
     def program() -> tuple[float, bool, list[str]]:
@@ -443,9 +437,6 @@ def test_a_program_that_ends_lets_its_last_save_be_finished(tmp_path: Path, worl
     ] if world.kind.backend == "file" else []  # fmt: skip
     assert [process.wait(PATIENCE) for process in started] == [0] * len(started)
     assert (path / "checkpoint.json").exists() == bool(started)
-
-
-# -- a directory of steps -----------------------------------------------------------------------
 
 
 @on_some
