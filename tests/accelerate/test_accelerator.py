@@ -36,9 +36,10 @@ from syncprims.training import CheckpointError, PreparedOptimizer, rank_device
 
 
 @everywhere
-def test_a_job_goes_on_where_it_was_saved(world: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", [True, False], ids=["with the optimizer", "on its own"])
+def test_a_job_goes_on_where_it_was_saved(world: Ranks, together: bool, tmp_path: Path) -> None:
     def job(stop_at: int | None, start: bool) -> list[Any]:
-        a = new_job(2)
+        a = new_job(2, step_scheduler=together)
         torch.manual_seed(0 if not start else 77)
         model = torch.nn.Sequential(small_model(), torch.nn.Dropout(0.5))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)

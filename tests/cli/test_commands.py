@@ -58,7 +58,6 @@ def test_a_run_that_was_written_down_starts(tmp_path: Path, clean: dict[str, str
         (["gone.py"], "there is no file gone.py in "),
         (["python", "tell.py"], "there is no file python: name the script without Python"),
         (["pytest"], "is it a module, -m pytest?"),
-        (["-"], "- is the standard input"),
         (["/dev/stdin"], "/dev/stdin is the standard input"),
     ],
 )

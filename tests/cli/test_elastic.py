@@ -80,25 +80,6 @@ def test_the_run_ends_when_too_few_are_left(launches: Launches) -> None:
     assert re.search(r"rank[s]? (0|1|0, 1) failed", done.err)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--elastic", "3:2"], "'3:2' is not MIN:MAX"),
-        (["--elastic", "2:4", "-n", "2"], "--ranks 2 contradicts --elastic 2:4;"),
-        (["--elastic", "2:4", "--nodes", "2"], "works on one machine"),
-    ],
-    ids=["empty", "contradiction", "nodes"],
-)
-def test_refused(launches: Launches, flags: list[str], said: str) -> None:
-    launches.write("")
-    done = subprocess.run(
-        [sys.executable, "-m", "syncprims", "run", *flags, str(launches.script)],
-        env=clean_environ(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert said in done.stderr
-
-
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn's digits")
 def test_the_digits_are_learned_without_a_rank_that_is_killed(tmp_path: Path) -> None:
     """As a user who ends a process by hand, in the middle of the training."""

@@ -13,7 +13,7 @@ import sys
 import termios
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 from support.launches import Launches, await_condition, command, find_processes
@@ -333,6 +333,7 @@ def test_a_second_interrupt_ends_the_ranks_at_once(launches: Launches) -> None:
 
 
 def test_a_second_sigterm_of_a_scheduler_loses_no_save(launches: Launches) -> None:
+    """The save takes longer than what the others get after a failure."""
     source = """
     stop = Trigger("stop")
     stop.set_on_signal()
@@ -340,7 +341,7 @@ def test_a_second_sigterm_of_a_scheduler_loses_no_save(launches: Launches) -> No
     print("ready")
     while not stop.check(): time.sleep(0.01)
     print("saving")
-    time.sleep(2)
+    time.sleep(6)
     print("saved")
     """
     with launches.start(source, "--grace", "60") as launcher:
@@ -355,24 +356,32 @@ def test_a_second_sigterm_of_a_scheduler_loses_no_save(launches: Launches) -> No
         assert launcher.wait(timeout=PATIENCE) == 75
 
 
-def test_ranks_that_do_not_stop_in_the_grace_time_are_killed(launches: Launches) -> None:
-    source = """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print("ready")
-    time.sleep(600)
-    """
-    with launches.start(source, "--grace", "0.5") as launcher:
-        await_lines(launcher, "ready")
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=PATIENCE) == 143
+def await_pause(launcher: subprocess.Popen[str]) -> None:
+    """Wait until a launcher pauses before it restarts its ranks."""
+    assert launcher.stderr is not None
+    while "restart 3 of 9 in 2 s" not in launcher.stderr.readline():
+        pass
 
 
-def test_a_signal_counts_while_nobody_reads_the_output(launches: Launches) -> None:
-    with launches.start("while True: print('x' * 99)\n") as launcher:
-        assert launcher.stdout is not None
-        await_unread_output(launcher.stdout)
+@pytest.mark.parametrize(
+    ("source", "flags", "comes"),
+    [
+        ("signal.signal(15, signal.SIG_IGN)\nprint('ready')\ntime.sleep(600)", "--grace 0.5",
+         lambda launcher: await_lines(launcher, "ready")),
+        ("while True: print('x' * 99)", "",
+         lambda launcher: await_unread_output(launcher.stdout)),
+        ("sys.exit(3)", "--max-restarts 9", await_pause),
+    ],
+    ids=["ignored", "while nobody reads", "before a restart"],
+)  # fmt: skip
+def test_a_sigterm_counts(launches: Launches, source: str, flags: str, comes: Any) -> None:
+    with launches.start(source, *flags.split()) as launcher:
+        comes(launcher)
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(timeout=PATIENCE) == 143
+        assert launcher.stderr is not None
+        left = launcher.stderr.read()
+        assert left == "" if comes is await_pause else "restart" not in left
 
 
 @pytest.mark.soak
@@ -388,32 +397,21 @@ def test_output_that_is_read_late_is_whole(launches: Launches) -> None:
     assert out.count("x" * 99) == 1200
 
 
-@pytest.mark.parametrize(
-    ("signum", "code", "seconds"),
-    [
-        (signal.SIGTERM, 75, 6),  # longer than what the others get after a failure
-        # Schedulers send such a signal to the launcher some time before the end: it ends nothing.
-        (signal.SIGUSR1, 0, 0),
-        (signal.SIGUSR2, 0, 0),
-    ],
-)
-def test_ranks_stop_in_their_own_time_after_a_signal(
-    launches: Launches, signum: int, code: int, seconds: int
-) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_some_time_before_the_end_ends_nothing(launches: Launches, signum: int) -> None:
     source = f"""
     stop = Trigger("stop")
     stop.set_on_signal(signal.Signals({int(signum)}))
     barrier()
     print("ready")
     while not stop.check(): time.sleep(0.01)
-    time.sleep({seconds})
     print("saved")
     """
     with launches.start(source) as launcher:
         await_lines(launcher, "ready")
         launcher.send_signal(signum)
         await_lines(launcher, "saved")
-        assert launcher.wait(timeout=PATIENCE) == code
+        assert launcher.wait(timeout=PATIENCE) == 0
 
 
 def test_a_rank_that_cannot_be_started_is_told_with_the_limit(launches: Launches) -> None:
@@ -482,16 +480,6 @@ def test_only_restarts_within_the_window_count(launches: Launches) -> None:
     assert done.code == 0, done.err
     assert done.report.count("syncprims run: restart 1 of 1") == 2  # both at once
     assert launches.run(source, *window, "600", n=1).code == 1
-
-
-def test_a_signal_ends_the_pause_before_a_restart(launches: Launches) -> None:
-    with launches.start("sys.exit(3)\n", "--max-restarts", "9", n=1) as launcher:
-        assert launcher.stderr is not None
-        while "restart 3 of 9 in 2 s" not in launcher.stderr.readline():
-            pass
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=PATIENCE) == 143
-        assert launcher.stderr.read() == ""
 
 
 def test_rank_0_reads_from_the_terminal(launches: Launches) -> None:

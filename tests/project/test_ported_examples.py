@@ -12,10 +12,7 @@ from typing import Any
 
 import pytest
 from support import ROOT
-from support.launcher_variables import env
 from support.rank_environment import clean_environ
-
-from syncprims.testing import run_world
 
 EXAMPLES = ROOT / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -67,39 +64,6 @@ def test_a_script_moves_over_by_its_import_line_and_gives_the_same_numbers(tmp_p
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-6)
 
 
-def test_a_schedule_that_keeps_its_own_time_is_saved_too(tmp_path: Path) -> None:
-    """What the script above found: it went on with the rate of the beginning."""
-
-    def job(*, resume: bool) -> list[float]:
-        import torch
-
-        from syncprims.accelerate import Accelerator
-
-        accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
-        )
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-        if resume:
-            accelerator.load_state(tmp_path / "state")
-        else:
-            for number in range(4):  # micro-batches: the optimizer steps at every second
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(torch.ones(1, 2)).sum())
-                    optimizer.step()
-                    if number:
-                        schedule.step()
-            accelerator.save_state(tmp_path / "state")
-        return [schedule.last_epoch, *map(float, schedule.get_last_lr())]
-
-    def both() -> list[list[float]]:
-        return [job(resume=False), job(resume=True)]
-
-    assert run_world(both, ranks=1, kind="processes") == [[[3, 0.125], [3, 0.125]]]
-
-
 def test_barriers_and_rank_checks_are_replaced_and_the_weights_stay(tmp_path: Path) -> None:
     import torch
 
@@ -146,31 +110,3 @@ def test_workers_share_a_database_that_one_of_them_made(tmp_path: Path) -> None:
     out = run("-m", "pytest", "-q", "-rN", *options, EXAMPLES / "shared_database", folder=tmp_path)
     assert outcome(out) == (10, "")
     assert len(list((tmp_path / "base").rglob("orders.sqlite"))) == 1
-
-
-#: Stands for srun: it writes down for which command it was called.
-SRUN = """#!/bin/sh
-printf '%s\\0' "$@" > "$SRUN_SAW"
-"""
-
-
-def test_the_batch_script_is_sound_and_starts_what_is_there(tmp_path: Path) -> None:
-    batch, programs, saw = EXAMPLES / "slurm.sbatch", tmp_path / "bin", tmp_path / "saw"
-    programs.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\n")):
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o700)
-    job = env("SLURM_JOB_ID=4242 SLURM_JOB_NODELIST=node[07-08] SLURM_NTASKS=8 SLURM_PROCID=0")
-    job |= {"SLURM_CPUS_PER_TASK": "1", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NAME": "train"}
-    done = subprocess.run(
-        ["bash", str(batch)],
-        env={"PATH": f"{programs}:/usr/bin:/bin", "SRUN_SAW": str(saw), **job},
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    words = saw.read_text().split("\0")[:-1]
-    python = words.index("python")
-    assert all(word.startswith("--") for word in words[:python])
-    assert Path(words[python + 1]) == EXAMPLES / "preempt.py"
-    known = re.findall(r'add_argument\("(--[\w-]+)"', Path(words[python + 1]).read_text())
-    assert {word for word in words[python + 2 :] if word.startswith("--")} <= set(known)

@@ -90,6 +90,7 @@ def new_job(
     seed: int | None = None,
     cpu: bool = True,
     project_dir: Any = None,
+    step_scheduler: bool = True,
     **data: bool,
 ) -> Accelerator:
     """Return an Accelerator on the CPU with the parts' own order of data, and these options."""
@@ -102,6 +103,7 @@ def new_job(
         mixed_precision=mixed_precision,
         cpu=cpu,
         project_dir=project_dir,
+        step_scheduler_with_optimizer=step_scheduler,
         dataloader_config=config,
         kwargs_handlers=[*handlers, utils.DistributedDataParallelKwargs(**(ddp or {}))],
     )
