@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import filelock
 import pytest
@@ -163,6 +163,8 @@ def scripts(meeting_place: Path, tmp_path: Path) -> Scripts:
 
 
 in_processes = pytest.mark.in_processes
+WorldKind = Literal["threads", "processes"]
+both_kinds = pytest.mark.parametrize("kind", ["threads", "processes"])
 
 
 def several(*ranks: int) -> pytest.MarkDecorator:

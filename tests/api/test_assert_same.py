@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import several
-from support import warm_torch  # noqa: F401
 from support.rank_worlds import Ranks
 
 import syncprims as sp

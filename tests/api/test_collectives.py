@@ -178,7 +178,6 @@ def test_device_waits_where_there_is_none(world: Ranks) -> None:
 @several(2)
 def test_the_default_device_is_for_the_programs_own_tensors(world: Ranks) -> None:
     def program() -> None:
-        torch.set_num_threads(1)
         for dtype, count in ((torch.float32, 3), (torch.bfloat16, 3), (torch.float32, 600_000)):
             mine = torch.full((count,), 1.0 + sp.get_rank(), dtype=dtype)
             mine[0] = torch.nan
@@ -330,7 +329,6 @@ def test_no_call_leaves_a_trace_on_a_tensor(world: Ranks) -> None:
     """A later `resize_` works: FSDP resizes the storage of tensors that have been reduced."""
 
     def program() -> None:
-        torch.set_num_threads(1)
         for size in (3, 70_000):
             for dtype in (torch.float32, torch.bfloat16, torch.complex64):
                 used = [torch.ones(size, dtype=dtype) for _ in range(8)]

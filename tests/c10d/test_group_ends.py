@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import in_processes, several
+from conftest import both_kinds, in_processes, several
 from support.process_groups import dist, process_group
 from support.rank_worlds import Ranks
 
@@ -98,7 +98,7 @@ def test_a_world_of_threads_holds_no_board_of_a_destroyed_group() -> None:
     assert run_world(program, 2, torch=True) == [3, 3]  # two boards, and the default group's rounds
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
+@both_kinds
 def test_a_late_rank_finds_what_was_sent_before_the_group_was_destroyed(kind: Any) -> None:
     def program() -> None:
         dist.init_process_group()
@@ -118,7 +118,7 @@ def test_a_late_rank_finds_what_was_sent_before_the_group_was_destroyed(kind: An
     run_world(program, 2, torch=True, kind=kind)
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
+@both_kinds
 def test_a_transfer_that_ends_with_its_group_is_named(kind: Any) -> None:
     def program() -> None:
         dist.init_process_group()

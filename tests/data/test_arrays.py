@@ -377,10 +377,7 @@ def test_no_room_at_all_is_a_shared_failure(meeting_place: Path) -> None:
 
 
 def test_tensors_of_every_dtype(world: Ranks) -> None:
-    torch = pytest.importorskip("torch")
-
     def program() -> None:
-        torch.set_num_threads(1)
         n, rank = sp.get_world_size(), sp.get_rank()
         base = torch.arange(6000).reshape(60, 100) % 5
         names = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64"
@@ -401,10 +398,7 @@ def test_tensors_of_every_dtype(world: Ranks) -> None:
 
 @several()
 def test_torch_is_not_deceived(world: Ranks) -> None:
-    torch = pytest.importorskip("torch")
-
     def program() -> None:
-        torch.set_num_threads(1)
         n, rank = sp.get_world_size(), sp.get_rank()
         value = torch.full((1000,), 1 + 2j, dtype=torch.complex64)
         for out in (torch.zeros(1000, dtype=torch.complex64).conj(), torch.zeros_like(value)):

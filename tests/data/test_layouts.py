@@ -167,7 +167,6 @@ def test_keys_may_differ_in_order(world: Ranks) -> None:
 @several()
 def test_arrays_in_a_container_are_reduced_as_each_alone(world: Ranks) -> None:
     def program() -> None:
-        torch.set_num_threads(1)
         rank = sp.get_rank()
         made = torch.Generator().manual_seed(rank)
         tensor = torch.randn(6, 4, generator=made)
@@ -198,7 +197,6 @@ def test_arrays_in_a_container_are_reduced_as_each_alone(world: Ranks) -> None:
 @several(2)
 def test_tensors_of_one_shape_are_alike_whatever_their_history(world: Ranks) -> None:
     def program() -> None:
-        torch.set_num_threads(1)
         rank = sp.get_rank()
         for size in (3, 370, 3000, 100_000):
             plain = torch.full((size,), float(rank))
@@ -231,7 +229,6 @@ class Labelled(torch.Tensor):
 @several()
 def test_an_array_may_travel_otherwise_than_on_the_other_ranks(world: Ranks) -> None:
     def program() -> None:
-        torch.set_num_threads(1)
         is_last = sp.get_rank() == sp.get_world_size() - 1
         for size in (3, 500, 100_000):
             plain = torch.ones(size)

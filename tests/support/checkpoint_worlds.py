@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from support import warm_torch  # noqa: F401
 from support.rank_worlds import Kind
 
 #: What the fixture `alone` returns.

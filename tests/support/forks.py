@@ -11,6 +11,8 @@ import re
 import signal
 from pathlib import Path
 
+import torch
+
 # Python has no such system call.
 from syncprims._system.processes import load_libc
 
@@ -30,6 +32,8 @@ def prepare_forks() -> None:
 
     A rank that is killed at a random moment is then killed in a call, and not in an import.
     """
+    torch.set_num_threads(1)  # ranks share the processors
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports many modules
     for backend in ("file", "torch"):
         load_backend(backend)
     importlib.import_module("syncprims._data.comparison")

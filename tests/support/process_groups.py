@@ -14,7 +14,6 @@ import torch.distributed
 
 import syncprims as sp
 import syncprims.c10d
-from support import warm_torch as warm_torch
 
 T = TypeVar("T")
 dist: Any = torch.distributed

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # optimizers import it at their first step; imported once here
 from conftest import KINDS
 from torch import nn
 from torch.utils.data import DataLoader
 
 from syncprims.accelerate import Accelerator
-
-torch.set_num_threads(1)  # ranks share the processors
 
 #: Every behaviour of training is tested on these. The contract of backends has separate tests.
 TRAINED = [k for k in KINDS if str(k) in ("single-1", "file-2", "file-4", "gloo-2", "torch-2")]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextvars
 import functools
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import pytest
+from conftest import WorldKind, both_kinds
 
 import syncprims as sp
 from syncprims.testing import (
@@ -22,13 +23,10 @@ from syncprims.testing import (
     run_world,
 )
 
-Kinds = Literal["threads", "processes"]
-both = pytest.mark.parametrize("kind", ["threads", "processes"])
 
-
-@both
+@both_kinds
 @pytest.mark.parametrize("error", [ValueError("x"), OSError(28, "x"), ConnectionError])
-def test_a_call_that_raises_is_of_the_round_it_was_made_in(kind: Kinds, error: Any) -> None:
+def test_a_call_that_raises_is_of_the_round_it_was_made_in(kind: WorldKind, error: Any) -> None:
     def program() -> None:
         sp.barrier("a")
         sp.barrier("b")
@@ -38,9 +36,9 @@ def test_a_call_that_raises_is_of_the_round_it_was_made_in(kind: Kinds, error: A
     assert " at its round 2, barrier 'b'" in caught.value.__notes__[0]
 
 
-@both
+@both_kinds
 @pytest.mark.parametrize("fault", [Kill(1, at="never"), Delay(1, at=3), Raise(0, at="barier")])
-def test_a_fault_that_never_strikes_is_an_error(kind: Kinds, fault: Fault) -> None:
+def test_a_fault_that_never_strikes_is_an_error(kind: WorldKind, fault: Fault) -> None:
     def program() -> None:
         sp.barrier("a")
         sp.barrier("b")
@@ -65,8 +63,8 @@ def test_a_fault_may_miss_a_world_that_has_ended_early() -> None:
         run_world(lambda: 1 // 0, 2, faults=[Kill(1)])
 
 
-@both
-def test_faults_strike_every_call_of_a_world_of_one(kind: Kinds) -> None:
+@both_kinds
+def test_faults_strike_every_call_of_a_world_of_one(kind: WorldKind) -> None:
     struck: list[str] = []
 
     def program() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from conftest import both_kinds
 from support import ROOT
 
 BUGGY = """
@@ -247,7 +248,7 @@ def test_capturing_fixtures_see_what_ranks_print(project: Project) -> None:
     assert project.run().counts(passed=2)
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
+@both_kinds
 def test_without_capture_lines_have_their_rank_in_front(project: Project, kind: str) -> None:
     project.write(f"""
         import pytest

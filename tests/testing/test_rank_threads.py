@@ -8,16 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import pytest
+from conftest import WorldKind, both_kinds
 from support.random_programs import in_thread
 
 import syncprims as sp
 from syncprims.testing import DeadlockError, Delay, Kill, run_world
-
-Kinds = Literal["threads", "processes"]
-both = pytest.mark.parametrize("kind", ["threads", "processes"])
 
 
 def in_pool(call: Callable[[], Any]) -> Any:
@@ -46,13 +44,13 @@ def beside_idle_pool(call: Callable[[], object]) -> None:
         call()
 
 
-@both
+@both_kinds
 @pytest.mark.parametrize(
     "way",
     [in_thread, in_pool, in_loop, beside_idle_thread, beside_idle_pool],
     ids=lambda w: w.__name__,
 )
-def test_a_deadlock_is_found_however_the_rank_waits(way: Any, kind: Kinds) -> None:
+def test_a_deadlock_is_found_however_the_rank_waits(way: Any, kind: WorldKind) -> None:
     """No time limit is involved: that of the world would be another error."""
 
     def program() -> None:
@@ -110,8 +108,8 @@ def test_time_limits_hold_while_a_thread_sleeps() -> None:
     assert run_world(program, 2, faults=[late]) == ["timeout"] * 2
 
 
-@both
-def test_the_error_of_a_group_comes_before_those_that_report_it(kind: Kinds) -> None:
+@both_kinds
+def test_the_error_of_a_group_comes_before_those_that_report_it(kind: WorldKind) -> None:
     def differing() -> None:
         pair = sp.group([2, 3])
         if sp.get_rank() == 2:
@@ -133,8 +131,8 @@ def test_the_error_of_a_group_comes_before_those_that_report_it(kind: Kinds) -> 
     assert lost.value.rank == 3
 
 
-@both
-def test_a_rank_that_returns_early_is_a_deadlock_of_threads_too(kind: Kinds) -> None:
+@both_kinds
+def test_a_rank_that_returns_early_is_a_deadlock_of_threads_too(kind: WorldKind) -> None:
     def program() -> None:
         trio = sp.group([0, 1, 2])
         if sp.get_rank() != 2:
@@ -146,8 +144,8 @@ def test_a_rank_that_returns_early_is_a_deadlock_of_threads_too(kind: Kinds) -> 
         run_world(program, 3, kind=kind)
 
 
-@both
-def test_a_rank_fails_with_what_ends_its_thread(kind: Kinds, capsys: Any) -> None:
+@both_kinds
+def test_a_rank_fails_with_what_ends_its_thread(kind: WorldKind, capsys: Any) -> None:
     def program() -> None:
         if sp.get_rank() < 2:
             threading.Thread(target=sp.barrier).start()

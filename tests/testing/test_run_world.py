@@ -14,9 +14,10 @@ import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
+from conftest import WorldKind, both_kinds
 
 import syncprims as sp
 
@@ -36,12 +37,6 @@ from syncprims.testing import (
     run_world,
 )
 
-Kinds = Literal["threads", "processes"]
-
-
-KINDS = ["threads", "processes"]
-both = pytest.mark.parametrize("kind", KINDS)
-
 
 def line_of(text: str) -> str:
     """Return the place in this file where `text` stands, as messages show it."""
@@ -55,9 +50,9 @@ def at_top_level() -> tuple[int, int]:
     return sp.get_rank(), os.getpid()
 
 
-@both
+@both_kinds
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_each_ranks_result_comes_back_in_rank_order(kind: Kinds, ranks: int) -> None:
+def test_each_ranks_result_comes_back_in_rank_order(kind: WorldKind, ranks: int) -> None:
     def program() -> Any:
         assert sp.get_world_size() == sp.get_local_world_size() == ranks
         assert (sp.is_main(), sp.is_last()) == (sp.get_rank() == 0, sp.get_rank() == ranks - 1)
@@ -83,8 +78,8 @@ def test_ranks_are_threads_of_this_process_or_processes() -> None:
     assert len({os.getpid(), *(pid for _, pid in processes)}) == 3
 
 
-@both
-def test_a_programs_own_start_and_end_are_its_own(kind: Kinds) -> None:
+@both_kinds
+def test_a_programs_own_start_and_end_are_its_own(kind: WorldKind) -> None:
     """What a script's main does: it asks for a backend and a timeout, ends, and starts again."""
 
     def main() -> Any:
@@ -163,8 +158,8 @@ def test_worlds_of_several_threads_stand_side_by_side() -> None:
     assert found == {2: [[2, 2]] * 20, 3: [[3, 3, 3]] * 20}
 
 
-@both
-def test_outer_variables_are_not_the_worlds(kind: Kinds, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_kinds
+def test_outer_variables_do_not_count(kind: WorldKind, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SYNCPRIMS_BACKEND", "torch")
@@ -177,16 +172,16 @@ def test_outer_variables_are_not_the_worlds(kind: Kinds, monkeypatch: pytest.Mon
     assert run_world(lambda: sp.current().timeout, 2, kind=kind) == [17, 17]
 
 
-@both
-def test_a_deadlock_has_its_facts(kind: Kinds) -> None:
+@both_kinds
+def test_a_deadlock_has_its_facts(kind: WorldKind) -> None:
     with pytest.raises(DeadlockError) as caught:
         run_world(lambda: sp.barrier() if sp.is_main() else None, 3, kind=kind)
     assert isinstance(caught.value.__cause__, sp.PeerLost)
     assert (caught.value.arrived, caught.value.missing) == ([0], [1, 2])
 
 
-@both
-def test_a_waiter_whose_peer_has_finished_may_cope_as_in_production(kind: Kinds) -> None:
+@both_kinds
+def test_a_waiter_whose_peer_has_finished_may_cope_as_in_production(kind: WorldKind) -> None:
     def program() -> str:
         if sp.is_main():
             with pytest.raises(sp.PeerLost, match="rank 1 finished"):
@@ -219,11 +214,11 @@ class Odd(Exception):
         super().__init__(f"{one} and {two}")
 
 
-@both
+@both_kinds
 @pytest.mark.parametrize(
     "error", [ValueError("bad"), KeyError("k"), OSError(28, "full"), Odd(1, 2), AssertionError()]
 )
-def test_a_ranks_own_exception_is_raised(kind: Kinds, error: Exception) -> None:
+def test_a_ranks_own_exception_is_raised(kind: WorldKind, error: Exception) -> None:
     def program() -> None:
         sp.barrier("start")
         if sp.get_rank() == 2:
@@ -243,8 +238,8 @@ def test_a_ranks_own_exception_is_raised(kind: Kinds, error: Exception) -> None:
         assert "in program" in str(caught.value.__cause__)  # the traceback of the other process
 
 
-@both
-def test_a_type_that_only_the_rank_knows_keeps_its_text(kind: Kinds) -> None:
+@both_kinds
+def test_a_type_that_only_the_rank_knows_keeps_its_text(kind: WorldKind) -> None:
     def program() -> None:
         class Local(Exception):
             pass
@@ -256,8 +251,8 @@ def test_a_type_that_only_the_rank_knows_keeps_its_text(kind: Kinds) -> None:
     assert "Local" in repr(caught.value)
 
 
-@both
-def test_several_causes_of_one_type_raise_the_lowest_ranks(kind: Kinds) -> None:
+@both_kinds
+def test_several_causes_of_one_type_raise_the_lowest_ranks(kind: WorldKind) -> None:
     def program() -> None:
         sp.barrier()
         raise ValueError(f"rank {sp.get_rank()}")
@@ -267,8 +262,8 @@ def test_several_causes_of_one_type_raise_the_lowest_ranks(kind: Kinds) -> None:
     assert "rank 2: raised ValueError: rank 2" in "\n".join(caught.value.__notes__)
 
 
-@both
-def test_causes_of_several_types_are_a_group_ordered_by_rounds(kind: Kinds) -> None:
+@both_kinds
+def test_causes_of_several_types_are_a_group_ordered_by_rounds(kind: WorldKind) -> None:
     def program() -> None:
         if sp.get_rank() == 1:
             raise KeyError("early")
@@ -301,7 +296,7 @@ def in_a_handler(call: Callable[[], object]) -> None:
         raise RuntimeError("training failed") from error
 
 
-@both
+@both_kinds
 @pytest.mark.parametrize(
     ("make", "shown"),
     [
@@ -310,7 +305,7 @@ def in_a_handler(call: Callable[[], object]) -> None:
     ],
 )
 def test_an_error_over_a_consequence_is_one(
-    kind: Kinds, make: Callable[[Callable[[], object]], None], shown: str
+    kind: WorldKind, make: Callable[[Callable[[], object]], None], shown: str
 ) -> None:
     def program() -> None:
         if sp.get_rank() == 1:
@@ -322,8 +317,8 @@ def test_an_error_over_a_consequence_is_one(
     assert f"rank 0: {shown}" in caught.value.__notes__[0]
 
 
-@both
-def test_a_group_of_consequences_is_one(kind: Kinds) -> None:
+@both_kinds
+def test_a_group_of_consequences_is_one(kind: WorldKind) -> None:
     def fail() -> None:
         raise ValueError("the cause")
 
@@ -339,8 +334,8 @@ def test_a_group_of_consequences_is_one(kind: Kinds) -> None:
         run_world(lambda: in_a_task(sp.barrier) if sp.is_main() else None, 2, kind=kind)
 
 
-@both
-def test_a_group_keeps_its_type_and_members(kind: Kinds) -> None:
+@both_kinds
+def test_a_group_keeps_its_type_and_members(kind: WorldKind) -> None:
     def program() -> None:
         if sp.get_rank() == 0:
             raise ExceptionGroup("several", [Odd(1, 2), ValueError("bad value")])
@@ -350,8 +345,8 @@ def test_a_group_keeps_its_type_and_members(kind: Kinds) -> None:
     assert [type(error) for error in caught.value.exceptions] == [Odd, ValueError]
 
 
-@both
-def test_the_ways_out_that_are_no_errors(kind: Kinds) -> None:
+@both_kinds
+def test_the_ways_out_that_are_no_errors(kind: WorldKind) -> None:
     def program() -> Any:
         sp.barrier()
         if sp.get_rank() == 1:
@@ -378,8 +373,8 @@ def test_the_ways_out_that_are_no_errors(kind: Kinds) -> None:
         run_world(interrupted, 2, kind=kind)
 
 
-@both
-def test_a_cause_that_a_cleanup_has_buried_is_named(kind: Kinds) -> None:
+@both_kinds
+def test_a_cause_that_a_cleanup_has_buried_is_named(kind: WorldKind) -> None:
     """A barrier in a `finally` is met by ranks that are elsewhere."""
 
     def program() -> None:
@@ -396,8 +391,8 @@ def test_a_cause_that_a_cleanup_has_buried_is_named(kind: Kinds) -> None:
     assert "rank 1 of 3: raised CollectiveMismatch, while it handled ValueError: the cause" in note
 
 
-@both
-def test_a_killed_rank_is_lost_to_the_others(kind: Kinds) -> None:
+@both_kinds
+def test_a_killed_rank_is_lost_to_the_others(kind: WorldKind) -> None:
     def program() -> Any:
         sp.barrier("one")
         try:
@@ -433,14 +428,14 @@ def test_a_killed_thread_stays_dead_whatever_its_code_does() -> None:
     assert tried == [1]
 
 
-@both
-def test_a_stopped_rank_is_a_stall_and_no_death(kind: Kinds) -> None:
+@both_kinds
+def test_a_stopped_rank_is_a_stall_and_no_death(kind: WorldKind) -> None:
     with pytest.raises(StallError, match=r"wait for ranks \[1\], which are stopped"):
         run_world(lambda: sp.barrier(), 3, kind=kind, faults=[Stop(1)])
 
 
-@both
-def test_a_busy_rank_is_a_stall_that_shows_all_stacks(kind: Kinds) -> None:
+@both_kinds
+def test_a_busy_rank_is_a_stall_that_shows_all_stacks(kind: WorldKind) -> None:
     def program() -> None:
         if sp.get_rank() == 1:
             while True:
@@ -546,7 +541,7 @@ ENDS: list[dict[str, Any]] = [
         pytest.param("processes", 300, marks=pytest.mark.soak),
     ],
 )
-def test_hundreds_of_worlds_leave_nothing(kind: Kinds, count: int) -> None:
+def test_hundreds_of_worlds_leave_nothing(kind: WorldKind, count: int) -> None:
     def program() -> None:
         sp.barrier()
         sp.barrier()
@@ -649,9 +644,9 @@ def start(call: Callable[[], object], *, daemon: bool | None = None) -> threadin
     return thread
 
 
-@both
+@both_kinds
 @pytest.mark.parametrize("daemon", [True, False])
-def test_a_thread_that_is_late_is_no_deadlock(kind: Kinds, daemon: bool) -> None:
+def test_a_thread_that_is_late_is_no_deadlock(kind: WorldKind, daemon: bool) -> None:
     def program() -> str:
         pair = sp.group([0, 1])
 
@@ -684,8 +679,8 @@ def test_a_thread_that_ends_is_no_standstill(monkeypatch: pytest.MonkeyPatch) ->
     assert ends.is_set()
 
 
-@both
-def test_a_thread_may_call_after_the_program_has_returned(kind: Kinds) -> None:
+@both_kinds
+def test_a_thread_may_call_after_the_program_has_returned(kind: WorldKind) -> None:
     def program() -> str:
         pair = sp.group([0, 1])
 
@@ -719,8 +714,8 @@ def test_a_thread_with_the_number_of_an_ended_one_may_call_after_the_program() -
         assert calls == [[0, 1]] * 2
 
 
-@both
-def test_a_pool_does_its_work_after_the_program_has_returned(kind: Kinds, tmp_path: Path) -> None:
+@both_kinds
+def test_a_pool_works_after_the_program_has_returned(kind: WorldKind, tmp_path: Path) -> None:
     def write(pair: sp.Group, to: Path) -> None:
         to.write_text(str(pair.all_gather(0)))
 

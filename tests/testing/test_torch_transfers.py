@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from conftest import both_kinds
 
 import syncprims as sp
 from syncprims.testing import DeadlockError, explore, run_world
 
 dist: Any = torch.distributed
-both_kinds = pytest.mark.parametrize("kind", ["threads", "processes"])
 
 LARGE = 40_000_000  # items: more pieces than a board has room for
 MANY = 50  # messages, likewise

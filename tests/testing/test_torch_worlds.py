@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed
 import torch.distributed.nn  # keeps the default group that there is at its import
+from conftest import both_kinds
 from torch import nn
 from torch.profiler import ExecutionTraceObserver
 
@@ -28,8 +29,6 @@ import syncprims as sp
 from syncprims.testing import DeadlockError, explore, run_world, sleep
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
-
-both_kinds = pytest.mark.parametrize("kind", ["threads", "processes"])
 
 
 def summed() -> float:
@@ -368,7 +367,7 @@ def test_a_profiler_is_refused_where_ranks_are_threads() -> None:
     run_world(body, 2, torch=True)
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
+@both_kinds
 def test_a_rank_that_starts_ranks_is_told_of_the_option(kind: Any) -> None:
     launchers: Any = torch.multiprocessing
 

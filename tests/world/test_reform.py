@@ -8,10 +8,11 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
+from conftest import WorldKind, both_kinds
 from support.random_programs import Kind as StepKind
 from support.random_programs import Step, draw_step, make_call, value
 from support.rank_worlds import Died, Kind, Ranks, Signs, served_store
@@ -22,11 +23,7 @@ import syncprims as sp
 from syncprims._world.launchers import make_rank_variables
 from syncprims.testing import DeadlockError, Fault, FaultMissed, Join, Kill, every_point, run_world
 
-WorldKind = Literal["threads", "processes"]
-
-
 LOST = (sp.PeerLost, sp.PeerFailed)
-both_kinds = pytest.mark.parametrize("world_kind", ["threads", "processes"])
 
 
 KINDS: list[StepKind] = [
@@ -77,19 +74,19 @@ def judge(results: list[Any], count: int) -> None:
         assert len(results) <= size == len(left)
 
 
-def run_with_kills(seed: int, world_kind: WorldKind = "threads") -> None:
+def run_with_kills(seed: int, kind: WorldKind = "threads") -> None:
     choose = random.Random(seed)
     victims = choose.sample(range(4), choose.randint(1, 3))
     faults: list[Fault] = [Kill(rank=rank, at=choose.randint(1, 20)) for rank in victims]
-    if world_kind == "threads":
+    if kind == "threads":
         faults += [Join(choose.randrange(4), at=choose.randint(1, 20)) for _ in range(seed % 3)]
     try:
         of_ranks = run_world(
             lambda: survive(seed),
             4,
             faults=faults,
-            kind=world_kind,
-            seed=seed if world_kind == "threads" else None,
+            kind=kind,
+            seed=seed if kind == "threads" else None,
         )
     except FaultMissed:
         return
@@ -177,7 +174,7 @@ def test_ranks_may_be_killed_anywhere(kind: Kind, seeds: range, meeting_place: P
 
 
 @both_kinds
-def test_survivors_have_new_numbers_and_the_same_change(world_kind: WorldKind) -> None:
+def test_survivors_have_new_numbers_and_the_same_change(kind: WorldKind) -> None:
     def program() -> Any:
         world = sp.current()
         old = sp.group([0, 1, 2, 3])
@@ -189,7 +186,7 @@ def test_survivors_have_new_numbers_and_the_same_change(world_kind: WorldKind) -
             change = sp.reform(min_ranks=2)
         assert sp.current() is world
         assert world.change is change
-        if world_kind == "processes":
+        if kind == "processes":
             variables = make_rank_variables(sp.get_rank(), 3)
             assert {name: os.environ[name] for name in variables} == variables
         for group in (old, pair):
@@ -199,7 +196,7 @@ def test_survivors_have_new_numbers_and_the_same_change(world_kind: WorldKind) -
         assert sp.hand_over(state := {"a": 1}, change) is state
         return change, sp.get_rank(), world.world_size, sp.all_gather(sp.get_rank())
 
-    results = run_world(program, 4, kind=world_kind, faults=[Kill(rank=1, at="last")])
+    results = run_world(program, 4, kind=kind, faults=[Kill(rank=1, at="last")])
     assert results.pop(1) is None
     for rank, (change, *numbers) in enumerate(results):
         before = (0, 2, 3)
@@ -210,7 +207,7 @@ def test_survivors_have_new_numbers_and_the_same_change(world_kind: WorldKind) -
 
 
 @both_kinds
-def test_a_rank_that_waits_in_a_group_learns_that_another_left(world_kind: WorldKind) -> None:
+def test_a_rank_that_waits_in_a_group_learns_that_another_left(kind: WorldKind) -> None:
     def program() -> Any:
         pair = sp.group([0, 1])
         if sp.get_rank() == 1:
@@ -221,12 +218,12 @@ def test_a_rank_that_waits_in_a_group_learns_that_another_left(world_kind: World
                 sp.barrier("last")
         return sp.reform().members
 
-    results = run_world(program, 3, kind=world_kind, faults=[Kill(rank=2, at="last")])
+    results = run_world(program, 3, kind=kind, faults=[Kill(rank=2, at="last")])
     assert results[:2] == [(0, 1)] * 2
 
 
 @both_kinds
-def test_too_few_survivors_all_raise(world_kind: WorldKind) -> None:
+def test_too_few_survivors_all_raise(kind: WorldKind) -> None:
     def program() -> Any:
         with pytest.raises(sp.PeerLost):
             sp.barrier("last")
@@ -235,7 +232,7 @@ def test_too_few_survivors_all_raise(world_kind: WorldKind) -> None:
         assert raised.value.missing == [2]
         return sp.reform().epoch, sp.all_reduce(1)
 
-    results = run_world(program, 4, kind=world_kind, faults=[Kill(rank=2, at="last")])
+    results = run_world(program, 4, kind=kind, faults=[Kill(rank=2, at="last")])
     assert [result for result in results if result] == [(2, 3)] * 3
 
 
@@ -272,7 +269,7 @@ def test_a_rank_in_a_reform_is_a_part_of_a_deadlock() -> None:
 
 
 @both_kinds
-def test_a_flag_survives(world_kind: WorldKind) -> None:
+def test_a_flag_survives(kind: WorldKind) -> None:
     """Set and not seen, or seen by some: all ranks of the new world see it."""
 
     def program() -> Any:
@@ -288,12 +285,12 @@ def test_a_flag_survives(world_kind: WorldKind) -> None:
         lagged.check()
         return [(t.check(), t.reason) for t in (seen, unseen, lagged)]
 
-    results = run_world(program, 3, kind=world_kind, faults=[Kill(rank=2, at="last")])
+    results = run_world(program, 3, kind=kind, faults=[Kill(rank=2, at="last")])
     assert results[:2] == [[(True, "by 0")] * 3] * 2
 
 
 @both_kinds
-def test_those_behind_take_the_state_over(world_kind: WorldKind) -> None:
+def test_those_behind_take_the_state_over(kind: WorldKind) -> None:
     class Holder:
         def __init__(self) -> None:
             self.value = sp.get_rank()
@@ -316,7 +313,7 @@ def test_those_behind_take_the_state_over(world_kind: WorldKind) -> None:
             sp.hand_over({}, change._replace(epoch=7))
         return holder.value, tree["at"]
 
-    results = run_world(program, 4, kind=world_kind, faults=[Kill(rank=3, at="last")])
+    results = run_world(program, 4, kind=kind, faults=[Kill(rank=3, at="last")])
     assert results[:3] == [(1, [1, (1,)])] * 3
 
 

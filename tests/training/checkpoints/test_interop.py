@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_model as safetensors_load
 from safetensors.torch import save_model as safetensors_save
-from support import warm_torch  # noqa: F401
 from support.checkpoint_worlds import Alone
 from support.rank_worlds import Kind, Ranks
 from torch import nn
