@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.rank_environment import record_warnings
 from support.rank_worlds import Ranks, Signs
 from support.training_models import alone, everywhere, in_pairs, numbers, small_model
 from torch import nn
@@ -46,16 +46,12 @@ def test_a_guarded_save_says_what_it_has_not(world: Ranks, guarded: bool, tmp_pa
         step(job, model, optimizer)
         random.seed(5)
         other, again, its = job_of(2)
-        with_log: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: with_log.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("syncprims").addHandler(handler)
+        said = record_warnings()
         other.load_state(tmp_path / "saved")
-        logging.getLogger("syncprims").removeHandler(handler)
         assert numbers(again) == wanted
         assert its.state_dict()["state"][0]["step"] == 1
         same = torch.initial_seed() == 10 + job.process_index and random.random() == drawn
-        return same, with_log
+        return same, said
 
     found = world.run(program)
     absent = list(range(1, world.ranks)) if guarded else []

@@ -39,18 +39,6 @@ def test_ddp_trains_one_model_in_every_world(options: Any) -> None:
     assert not run_world(lambda: sp.current().open_process_group(), 1)[0]
 
 
-def test_the_group_ends_with_the_world() -> None:
-    def program() -> list[bool]:
-        seen: list[bool] = []
-        for _ in range(2):
-            with sp.init() as world:
-                seen.append(world.open_process_group())
-            seen.append(dist.is_initialized())
-        return seen
-
-    assert run_world(program, 2, kind="processes") == [[True, False, True, False]] * 2
-
-
 def test_a_group_of_the_program_stays_its_own() -> None:
     def program() -> Any:
         dist.init_process_group("gloo")

@@ -1,20 +1,8 @@
-"""Try what needs a CUDA device, and say what was covered on which hardware.
-
-Run by itself it starts its own ranks: ``python tests/gpu/cover.py``. With one device, two ranks
-share it and their tensors pass through the host's memory; NCCL is then tried by a world of one.
-With more, NCCL joins all of them.
-"""
+"""What needs a CUDA device: each rank of torchrun runs this script."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,15 +21,6 @@ def own_device() -> torch.device:
     return torch.device("cuda", sp.get_local_rank() % torch.cuda.device_count())
 
 
-CHECKS: dict[str, Callable[[], Any]] = {}
-
-
-def check(function: Callable[[], Any]) -> Callable[[], Any]:
-    CHECKS[function.__name__.replace("_", " ")] = function
-    return function
-
-
-@check
 def barriers_flags_and_objects_touch_no_device() -> None:
     sp.barrier()
     assert sp.any_rank(sp.is_last())
@@ -49,7 +28,6 @@ def barriers_flags_and_objects_touch_no_device() -> None:
     assert not torch.cuda.is_initialized()
 
 
-@check
 def a_barrier_waits_for_the_device() -> None:
     work = torch.ones(4096, 4096, device="cuda")
     for _ in range(50):
@@ -60,7 +38,6 @@ def a_barrier_waits_for_the_device() -> None:
     assert done.query()
 
 
-@check
 def tensors_arrive_on_the_receivers_own_device() -> None:
     own = own_device()
     for size in (3, 100_000):
@@ -72,7 +49,6 @@ def tensors_arrive_on_the_receivers_own_device() -> None:
     assert module.weight.device == own
 
 
-@check
 def every_dtype_is_reduced_with_every_op() -> None:
     own = own_device()
     n = sp.get_world_size()
@@ -96,7 +72,6 @@ def every_dtype_is_reduced_with_every_op() -> None:
             assert values(mine) == [sp.get_rank() + 1]
 
 
-@check
 def an_out_on_the_device_is_filled() -> None:
     own = own_device()
     out = torch.empty(50_000, device=own)
@@ -106,7 +81,6 @@ def an_out_on_the_device_is_filled() -> None:
     assert values(out) == [7.0]
 
 
-@check
 def shapes_that_differ_are_a_mismatch() -> None:
     own = own_device()
     if sp.get_world_size() == 1:
@@ -116,51 +90,16 @@ def shapes_that_differ_are_a_mismatch() -> None:
     sp.barrier()
 
 
-def be_rank(folder: str) -> None:
-    said: dict[str, str] = {}
-    with sp.init():
-        for name, function in CHECKS.items():
-            try:
-                function()
-                said[name] = "passed"
-            except Exception:
-                said[name] = traceback.format_exc()
-        group = torch.distributed.is_initialized()
-        said["engine"] = torch.distributed.get_backend() if group else "through the host"
-        (Path(folder) / str(sp.get_rank())).write_text(json.dumps(said))
-
-
-def cover(ranks: int) -> list[dict[str, str]]:
-    """Return what each of so many ranks found."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={ranks}", __file__, folder]
-        subprocess.run(command, check=True, timeout=300)
-        return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
-
-
-def main() -> int:
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing was covered")
-        return 1
-    count = torch.cuda.device_count()
-    print(f"{count} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
-    failed = False
-    for ranks in sorted({1, max(2, count)}):
-        found = cover(ranks)
-        print(f"\n{ranks} ranks, device to device by: {found[0].pop('engine')}")
-        for other in found[1:]:
-            other.pop("engine")
-        for name in CHECKS:
-            said = {rank: other[name] for rank, other in enumerate(found)}
-            wrong = {rank: text for rank, text in said.items() if text != "passed"}
-            failed = failed or bool(wrong)
-            print(f"  {'passed' if not wrong else f'FAILED {wrong}'}: {name}")
-    return int(failed)
-
+CHECKS: list[Callable[[], None]] = [
+    barriers_flags_and_objects_touch_no_device,
+    a_barrier_waits_for_the_device,
+    tensors_arrive_on_the_receivers_own_device,
+    every_dtype_is_reduced_with_every_op,
+    an_out_on_the_device_is_filled,
+    shapes_that_differ_are_a_mismatch,
+]
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        be_rank(sys.argv[1])
-    else:
-        sys.exit(main())
+    with sp.init():
+        for function in CHECKS:
+            function()

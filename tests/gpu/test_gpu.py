@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.rank_environment import run_python
+
+DEVICES = torch.cuda.device_count()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device here")
-def test_what_needs_a_device() -> None:
-    script = Path(__file__).parent / "cover.py"
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=600
-    )
-    print(done.stdout)
+@pytest.mark.skipif(DEVICES == 0, reason="no CUDA device here")
+@pytest.mark.parametrize("ranks", sorted({1, max(2, DEVICES)}))
+def test_what_needs_a_device(ranks: int) -> None:
+    """Two ranks share one device, through the memory of the host; NCCL joins more, or one rank."""
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = run_python(*start, Path(__file__).with_name("cover.py"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -15,6 +16,15 @@ from syncprims._world.launchers import list_rank_variables
 #: Seconds after which what a test has started counts as hanging: far more than anything takes on a
 #: busy machine, and less than pytest's own limit for a test, whose report says less.
 PATIENCE = 240.0
+
+
+def record_warnings() -> list[str]:
+    """Return a list to which this process adds what the library logs from now on."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("syncprims").addHandler(handler)
+    return said
 
 
 def clean_environ(*others: str) -> dict[str, str]:

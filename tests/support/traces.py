@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -43,18 +42,6 @@ def entries(run: TraceRun, rank: int) -> list[Entry]:
         Entry(run.calls[one["call"]].call, one["number"], run.outcomes[one["outcome"]])
         for one in found
     ]
-
-
-class Warnings(logging.Handler):
-    """Collect the warnings of the library."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-        logging.getLogger("syncprims").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 class Planted:

@@ -28,6 +28,15 @@ without_ddp = pytest.mark.parametrize(
 alone = pytest.mark.parametrize("kind", TRAINED[:1], ids=str, indirect=True)
 
 
+#: How batches reach the ranks.
+WAYS: dict[str, Any] = {
+    "dealt": {},
+    "split": {"split_batches": True},
+    "sent": {"dispatch_batches": True},
+    "split and sent": {"split_batches": True, "dispatch_batches": True},
+}
+
+
 def unit_model() -> nn.Linear:
     """Return a model whose gradient is the mean of its inputs."""
     model = nn.Linear(1, 1, bias=False)

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import several
-from support.rank_environment import run_python
+from support.rank_environment import record_warnings, run_python
 from support.rank_worlds import Kind, Ranks, Scripts, await_end
-from support.traces import Entry, Warnings, entries, only_run
+from support.traces import Entry, entries, only_run
 
 import syncprims as sp
 from syncprims.testing import explore, run_world
@@ -182,14 +182,14 @@ def test_a_bad_disk_never_breaks_the_run(what: str, tmp_path: Path, meeting_plac
     def program() -> tuple[list[str], int]:
         import resource
 
-        warnings = Warnings()
+        warnings = record_warnings()
         if what == "full":
             resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 10, resource.RLIM_INFINITY))
         else:
             sp.init()
         for _ in range(8000):
             sp.barrier("step")
-        return warnings.said, sp.all_reduce(1)
+        return warnings, sp.all_reduce(1)
 
     ranks = Ranks(Kind("file", 2), meeting_place)
     start = what == "full"

@@ -17,6 +17,7 @@ import torch
 from support.rank_worlds import Ranks
 from support.training_models import (
     TRAINED,
+    WAYS,
     alone,
     everywhere,
     feed,
@@ -517,17 +518,9 @@ def test_a_sampler_that_shards_is_left_to_do_so(world: Ranks, batch_size: int | 
     assert first[:6] != first[6:]
 
 
-LOADERS: dict[str, Any] = {
-    "dealt": {},
-    "split": {"split_batches": True},
-    "sent": {"dispatch_batches": True},
-    "split and sent": {"split_batches": True, "dispatch_batches": True},
-}
-
-
 def loader_of(way: str, length: int = 97, seed: int | None = 5, **options: Any) -> Any:
     """Return a loader of batches of 2 on each of 4 ranks."""
-    how, size = LOADERS.get(way, {}), 8 if "split" in way else 2
+    how, size = WAYS.get(way, {}), 8 if "split" in way else 2
     if way == "stream":
         plain: Any = DataLoader(Stream(length), batch_size=size)
     elif way == "buckets":
@@ -540,7 +533,7 @@ def loader_of(way: str, length: int = 97, seed: int | None = 5, **options: Any) 
     return prepare_data_loader(plain, seed=seed, **how, even_batches=False, **options)
 
 
-ANY = [*LOADERS, "stream", "buckets"]
+ANY = [*WAYS, "stream", "buckets"]
 
 
 @pytest.mark.parametrize("way", ANY)

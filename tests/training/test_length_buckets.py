@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.rank_worlds import Kind, Ranks
-from support.training_models import new_job
+from support.training_models import WAYS, new_job
 from torch.utils.data import DataLoader, Sampler
 
 import syncprims
@@ -39,12 +39,6 @@ on_few = pytest.mark.parametrize(
 )
 
 
-WAYS: dict[str, Any] = {
-    "dealt": {},
-    "split": {"split_batches": True},
-    "sent": {"dispatch_batches": True},
-    "split and sent": {"split_batches": True, "dispatch_batches": True},
-}
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 

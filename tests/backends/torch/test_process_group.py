@@ -26,8 +26,8 @@ def test_a_world_says_whether_there_is_one(world: Ranks, kind: Kind) -> None:
     assert world.run(program) == [(kind.ranks > 1, "goes on")] * kind.ranks
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_it_is_opened_once_and_ends_with_its_world(hosts: int, meeting_place: Path) -> None:
+@pytest.mark.parametrize("kind", [Kind("torch", 4), Kind("torch", 4, 2), Kind("file", 4)], ids=str)
+def test_it_is_opened_once_and_ends_with_its_world(kind: Kind, meeting_place: Path) -> None:
     def program() -> list[Any]:
         import torch
         import torch.distributed as dist
@@ -42,7 +42,7 @@ def test_it_is_opened_once_and_ends_with_its_world(hosts: int, meeting_place: Pa
             seen.append(dist.is_initialized())
         return seen
 
-    world = Ranks(Kind("torch", 4, hosts=hosts), meeting_place)
+    world = Ranks(kind, meeting_place)
     assert world.run_alone(program) == [[(True, True), [6.0, 6.0], False] * 2] * 4
     world.check_nothing_left()
 

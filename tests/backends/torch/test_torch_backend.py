@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import signal
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.rank_environment import free_port, run_ranks
+from support.rank_environment import free_port, record_warnings, run_ranks
 from support.rank_worlds import Died, Kind, Ranks, Signs, fork, served_store
 
 import syncprims as sp
@@ -182,10 +181,7 @@ def test_a_rank_that_joins_says_for_whom_it_waits(absent: int, meeting_place: Pa
     def program() -> Any:
         if sp.get_rank() == absent:
             return []
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("syncprims").addHandler(handler)
+        said = record_warnings()
         with pytest.raises(sp.SyncError):
             sp.barrier()
         return said

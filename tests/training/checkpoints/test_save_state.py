@@ -6,7 +6,6 @@ import collections
 import contextlib
 import importlib
 import importlib.util
-import logging
 import math
 import pickle
 import random
@@ -24,7 +23,7 @@ import torch
 from conftest import several
 from support.checkpoint_worlds import Alone, Kept, on_some
 from support.file_faults import watched
-from support.rank_environment import PATIENCE
+from support.rank_environment import PATIENCE, record_warnings
 from support.rank_worlds import Kind, Ranks, environment
 from torch import nn
 
@@ -392,10 +391,7 @@ def test_a_failure_behind_training_surfaces_at_the_next_save(world: Ranks, tmp_p
     last = world.ranks - 1
 
     def program() -> tuple[str, int, list[str]]:
-        steps, it, said = Checkpoints(tmp_path / "steps"), Kept(1), list[str]()
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("syncprims").addHandler(handler)
+        steps, it, said = Checkpoints(tmp_path / "steps"), Kept(1), record_warnings()
         steps.save(1, {"it": it})
 
         def full(number: int, name: str, args: tuple[Any, ...]) -> None:
