@@ -10,6 +10,8 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator
+from functools import partial
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -165,6 +167,19 @@ def scripts(meeting_place: Path, tmp_path: Path) -> Scripts:
 in_processes = pytest.mark.in_processes
 WorldKind = Literal["threads", "processes"]
 both_kinds = pytest.mark.parametrize("kind", ["threads", "processes"])
+
+
+def on_every_rank(program: Callable[..., None]) -> Callable[..., None]:
+    """Run a test on every rank of a world, and not around one."""
+
+    def test(world: Ranks, **others: Any) -> None:
+        world.run(partial(program, **others) if others else program)
+
+    place = Parameter("world", Parameter.POSITIONAL_OR_KEYWORD)
+    own = signature(program).parameters.values()
+    test.__signature__ = Signature([place, *own])  # type: ignore[attr-defined]
+    test.__doc__ = program.__doc__
+    return test
 
 
 def several(*ranks: int) -> pytest.MarkDecorator:

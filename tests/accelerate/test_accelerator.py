@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from conftest import on_every_rank
 from safetensors.torch import load, load_file
 from support.rank_worlds import Kind, Ranks
 from support.training_models import (
@@ -66,25 +67,23 @@ def test_a_job_goes_on_where_it_was_saved(world: Ranks, together: bool, tmp_path
 
 
 @alone
-def test_prepare_keeps_order_and_hands_on_what_it_does_not_know(world: Ranks) -> None:
-    def program() -> None:
-        a = Accelerator()
-        model = small_model()
-        optimizer = torch.optim.SGD(model.parameters())
-        nothing, one, two, word = a.prepare(None, optimizer, model, "word")
-        assert (nothing, word) == (None, "word")
-        assert isinstance(one, PreparedOptimizer)
-        assert a.prepare(two) is two
-        assert a.unwrap_model(two) is model
-        compiled: Any = torch.compile(model, backend="eager")
-        assert a.unwrap_model(compiled, keep_torch_compile=False) is model
-        assert a.unwrap_model(compiled) is compiled  # the default, as there
-        batch = next(iter(a.prepare(DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=2))))
-        assert batch[0].device == a.device
-        kept = a.free_memory(one, two)
-        assert kept == [None, None]
-
-    assert world.run(program) == [None]
+@on_every_rank
+def test_prepare_keeps_order_and_hands_on_what_it_does_not_know() -> None:
+    a = Accelerator()
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    nothing, one, two, word = a.prepare(None, optimizer, model, "word")
+    assert (nothing, word) == (None, "word")
+    assert isinstance(one, PreparedOptimizer)
+    assert a.prepare(two) is two
+    assert a.unwrap_model(two) is model
+    compiled: Any = torch.compile(model, backend="eager")
+    assert a.unwrap_model(compiled, keep_torch_compile=False) is model
+    assert a.unwrap_model(compiled) is compiled  # the default, as there
+    batch = next(iter(a.prepare(DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=2))))
+    assert batch[0].device == a.device
+    kept = a.free_memory(one, two)
+    assert kept == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -134,28 +133,25 @@ def test_on_the_cpu_no_accelerator_is_initialized(meeting_place: Path) -> None:
 
 
 @everywhere
-def test_tensors_of_all_ranks(world: Ranks) -> None:
+@on_every_rank
+def test_tensors_of_all_ranks() -> None:
     """What Accelerate's own script of operations does not try."""
-
-    def program() -> None:
-        a, rank, ranks = Accelerator(), syncprims.get_rank(), syncprims.get_world_size()
-        ragged = a.gather({"x": [torch.full((rank + 1, 2), rank)]})["x"][0]
-        assert ragged[:, 0].tolist() == [r for r in range(ranks) for _ in range(r + 1)]
-        mean = sum(range(ranks)) / ranks
-        assert a.reduce([torch.tensor(rank)], "mean", scale=2.0)[0] == 2 * mean
-        assert a.reduce(torch.tensor(rank), "none") == rank
-        with pytest.raises(ValueError, match="minimum"):
-            a.reduce(torch.tensor(rank), "minimum")  # type: ignore[arg-type]
-        padded = a.pad_across_processes(torch.ones(1, rank + 1), dim=1, pad_index=7)
-        assert padded.tolist() == [[1.0] * (rank + 1) + [7.0] * (ranks - rank - 1)]
-        with pytest.raises(TypeError, match="tensors"):
-            a.gather(["text"])
-        if ranks > 1:
-            for tree in (torch.ones(2, 3 + rank), {f"{rank}": torch.ones(1)}):
-                with pytest.raises(syncprims.RankMismatch):
-                    a.gather(tree)
-
-    world.run(program)
+    a, rank, ranks = Accelerator(), syncprims.get_rank(), syncprims.get_world_size()
+    ragged = a.gather({"x": [torch.full((rank + 1, 2), rank)]})["x"][0]
+    assert ragged[:, 0].tolist() == [r for r in range(ranks) for _ in range(r + 1)]
+    mean = sum(range(ranks)) / ranks
+    assert a.reduce([torch.tensor(rank)], "mean", scale=2.0)[0] == 2 * mean
+    assert a.reduce(torch.tensor(rank), "none") == rank
+    with pytest.raises(ValueError, match="minimum"):
+        a.reduce(torch.tensor(rank), "minimum")  # type: ignore[arg-type]
+    padded = a.pad_across_processes(torch.ones(1, rank + 1), dim=1, pad_index=7)
+    assert padded.tolist() == [[1.0] * (rank + 1) + [7.0] * (ranks - rank - 1)]
+    with pytest.raises(TypeError, match="tensors"):
+        a.gather(["text"])
+    if ranks > 1:
+        for tree in (torch.ones(2, 3 + rank), {f"{rank}": torch.ones(1)}):
+            with pytest.raises(syncprims.RankMismatch):
+                a.gather(tree)
 
 
 @everywhere
@@ -269,29 +265,26 @@ class Best:
 
 
 @alone
-def test_checkpoints_of_a_project_and_elsewhere(world: Ranks, tmp_path: Path) -> None:
+@on_every_rank
+def test_checkpoints_of_a_project_and_elsewhere(tmp_path: Path) -> None:
     """Numbers go on, registered objects have names, and the project may move."""
-
-    def program() -> None:
-        project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
-        job, again = Accelerator(cpu=True, project_config=project), Accelerator(cpu=True)
-        job.register_for_checkpointing(first=Best(1), second=Best(2))
-        job.save_state(tmp_path / "mine")
-        assert not (tmp_path / "checkpoints").exists()
-        one, two = Best(0), Best(0)
-        again.register_for_checkpointing(second=two)
-        again.register_for_checkpointing(first=one)
-        again.load_state(tmp_path / "mine")
-        assert (one.value, two.value) == (1, 2)
-        job.project_configuration.iteration = 7
-        job.save_state()
-        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_7"]
-        job.project_configuration.set_directories(tmp_path / "other")
-        assert (job.project_dir, job.save_iteration) == (tmp_path / "other", 8)
-        with pytest.raises(TypeError, match="'registered_0' is a int: it has no state_dict"):
-            job.register_for_checkpointing(1, "x")
-
-    world.run(program)
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    job, again = Accelerator(cpu=True, project_config=project), Accelerator(cpu=True)
+    job.register_for_checkpointing(first=Best(1), second=Best(2))
+    job.save_state(tmp_path / "mine")
+    assert not (tmp_path / "checkpoints").exists()
+    one, two = Best(0), Best(0)
+    again.register_for_checkpointing(second=two)
+    again.register_for_checkpointing(first=one)
+    again.load_state(tmp_path / "mine")
+    assert (one.value, two.value) == (1, 2)
+    job.project_configuration.iteration = 7
+    job.save_state()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_7"]
+    job.project_configuration.set_directories(tmp_path / "other")
+    assert (job.project_dir, job.save_iteration) == (tmp_path / "other", 8)
+    with pytest.raises(TypeError, match="'registered_0' is a int: it has no state_dict"):
+        job.register_for_checkpointing(1, "x")
 
 
 @alone
@@ -317,21 +310,19 @@ def test_arguments_that_mean_what_they_mean_there(world: Ranks) -> None:
 
 
 @alone
-def test_compiled_programs(world: Ranks) -> None:
-    def program() -> None:
-        job, model = Accelerator(cpu=True), torch.nn.Linear(1, 1)
-        compiled: Any = torch.compile(torch.nn.DataParallel(model), backend="eager")
-        assert job.unwrap_model(compiled) is compiled
-        assert compiled._orig_mod is model
-        assert job.unwrap_model(compiled, keep_torch_compile=False) is model
+@on_every_rank
+def test_compiled_programs() -> None:
+    job, model = Accelerator(cpu=True), torch.nn.Linear(1, 1)
+    compiled: Any = torch.compile(torch.nn.DataParallel(model), backend="eager")
+    assert job.unwrap_model(compiled) is compiled
+    assert compiled._orig_mod is model
+    assert job.unwrap_model(compiled, keep_torch_compile=False) is model
 
-        def moved(batch: Any) -> Any:
-            return send_to_device(batch, "cpu")["x"][0] + 1
+    def moved(batch: Any) -> Any:
+        return send_to_device(batch, "cpu")["x"][0] + 1
 
-        traced: Any = torch.compile(moved, fullgraph=True, backend="eager")
-        assert traced({"x": [torch.ones(1)]}) == 2
-
-    world.run(program)
+    traced: Any = torch.compile(moved, fullgraph=True, backend="eager")
+    assert traced({"x": [torch.ones(1)]}) == 2
 
 
 class _Lines(GeneralTracker):
@@ -346,19 +337,16 @@ class _Lines(GeneralTracker):
 
 
 @alone
-def test_trackers_by_name(world: Ranks, tmp_path: Path) -> None:
+@on_every_rank
+def test_trackers_by_name(tmp_path: Path) -> None:
     """One of a program's own, and TensorBoard's file of hyperparameters, by a stand-in for it."""
-
-    def program() -> None:
-        register_tracker_class(_Lines)
-        job = Accelerator(cpu=True, log_with="lines")
-        job.init_trackers("run")
-        job.log({"loss": 1.0}, step=2)
-        assert _Lines.seen == [("run", {"loss": 1.0}, 2)]
-        tracker = TensorBoardTracker("run", tmp_path)
-        tracker.writer = mock.Mock()
-        tracker.store_init_configuration({"lr": 0.5, "name": "x", "path": tmp_path})
-        (file,) = tmp_path.glob("run/*/hparams.yml")
-        assert json.loads(file.read_text()) == {"lr": 0.5, "name": "x", "path": str(tmp_path)}
-
-    world.run(program)
+    register_tracker_class(_Lines)
+    job = Accelerator(cpu=True, log_with="lines")
+    job.init_trackers("run")
+    job.log({"loss": 1.0}, step=2)
+    assert _Lines.seen == [("run", {"loss": 1.0}, 2)]
+    tracker = TensorBoardTracker("run", tmp_path)
+    tracker.writer = mock.Mock()
+    tracker.store_init_configuration({"lr": 0.5, "name": "x", "path": tmp_path})
+    (file,) = tmp_path.glob("run/*/hparams.yml")
+    assert json.loads(file.read_text()) == {"lr": 0.5, "name": "x", "path": str(tmp_path)}

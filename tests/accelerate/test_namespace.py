@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import KINDS
+from conftest import KINDS, on_every_rank
 from support.rank_worlds import Ranks
 from support.training_models import alone, everywhere, feed, numbers, unit_model
 
@@ -154,16 +154,14 @@ def test_bars_are_shown_on_main(world: Ranks, monkeypatch: pytest.MonkeyPatch) -
 
 
 @alone
-def test_a_job_is_one_object(world: Ranks) -> None:
-    def program() -> None:
-        job = Accelerator(cpu=True)
-        assert copy.deepcopy({"of": job})["of"] is job
-        AcceleratorState._reset_state(True)
-        assert Accelerator(cpu=True).num_processes == 1
-        loader = accelerate.skip_first_batches(dataloader=feed([1, 2, 3]), num_batches=2)
-        assert [batch.tolist() for batch in loader] == [[3]]
-
-    world.run(program)
+@on_every_rank
+def test_a_job_is_one_object() -> None:
+    job = Accelerator(cpu=True)
+    assert copy.deepcopy({"of": job})["of"] is job
+    AcceleratorState._reset_state(True)
+    assert Accelerator(cpu=True).num_processes == 1
+    loader = accelerate.skip_first_batches(dataloader=feed([1, 2, 3]), num_batches=2)
+    assert [batch.tolist() for batch in loader] == [[3]]
 
 
 @in_threads

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import on_every_rank
 from support.rank_environment import record_warnings
 from support.rank_worlds import Ranks, Signs
 from support.training_models import alone, everywhere, in_pairs, numbers, small_model
@@ -77,22 +78,18 @@ def test_parts_of_an_older_save_are_not_mixed_in(world: Ranks, tmp_path: Path) -
 
 
 @alone
-def test_pending_gradients_go(
-    world: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def program() -> None:
-        job = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model = job.prepare(small_model())
-        for at, warned in enumerate((True, False)):
-            with job.accumulate(model):
-                job.backward(model(torch.ones(1, 3).double()).sum())
-            caplog.clear()
-            job.save_state(tmp_path / f"{at}")
-            assert ("save where sync_gradients is true" in caplog.text) == warned
-        job.load_state(tmp_path / "0")
-        assert all(p.grad is None for p in model.parameters())
-
-    world.run(program)
+@on_every_rank
+def test_pending_gradients_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = job.prepare(small_model())
+    for at, warned in enumerate((True, False)):
+        with job.accumulate(model):
+            job.backward(model(torch.ones(1, 3).double()).sum())
+        caplog.clear()
+        job.save_state(tmp_path / f"{at}")
+        assert ("save where sync_gradients is true" in caplog.text) == warned
+    job.load_state(tmp_path / "0")
+    assert all(p.grad is None for p in model.parameters())
 
 
 @in_pairs
@@ -119,19 +116,17 @@ def test_a_model_takes_weights_that_it_has_parameters_for(world: Ranks, tmp_path
 
 
 @in_pairs
-def test_a_damaged_save_is_an_error_on_all_ranks(world: Ranks, tmp_path: Path) -> None:
-    def program() -> None:
-        job, *_ = job_of(1)
-        job.save_state(tmp_path / "saved", safe_serialization=False)
-        job.wait_for_everyone()
-        if job.is_main_process:
-            state = torch.load(tmp_path / "saved" / "pytorch_model.bin", weights_only=True)
-            assert state.keys() == small_model().state_dict().keys()
-            (tmp_path / "saved" / "model_0.state.safetensors").write_bytes(b"x")
-        with pytest.raises(CheckpointError, match="model_0"):
-            job.load_state(tmp_path / "saved")
-
-    world.run(program)
+@on_every_rank
+def test_a_damaged_save_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    job, *_ = job_of(1)
+    job.save_state(tmp_path / "saved", safe_serialization=False)
+    job.wait_for_everyone()
+    if job.is_main_process:
+        state = torch.load(tmp_path / "saved" / "pytorch_model.bin", weights_only=True)
+        assert state.keys() == small_model().state_dict().keys()
+        (tmp_path / "saved" / "model_0.state.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="model_0"):
+        job.load_state(tmp_path / "saved")
 
 
 GUARDS: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from conftest import several
-from support.rank_worlds import Ranks
+from conftest import on_every_rank, several
 
 import syncprims as sp
 
@@ -94,24 +93,20 @@ VALUES: dict[str, Callable[[int], Any]] = {
 }
 
 
-def test_equal_values_are_the_same_however_they_are_held(world: Ranks) -> None:
-    def program() -> None:
-        for name, make in VALUES.items():
-            sp.assert_same(make(0), name)
-            sp.assert_same([make(1), {"inner": make(2)}], f"{name} in a list")
-
-    world.run(program)
+@on_every_rank
+def test_equal_values_are_the_same_however_they_are_held() -> None:
+    for name, make in VALUES.items():
+        sp.assert_same(make(0), name)
+        sp.assert_same([make(1), {"inner": make(2)}], f"{name} in a list")
 
 
 @several()
-def test_values_that_differ_on_one_rank_are_refused_on_all(world: Ranks) -> None:
-    def program() -> None:
-        for name, make in VALUES.items():
-            with pytest.raises(sp.RankMismatch, match=f"{name} differs between ranks"):
-                sp.assert_same({"value": make(int(sp.is_last()))}, name)
-        sp.barrier("still in step")
-
-    world.run(program)
+@on_every_rank
+def test_values_that_differ_on_one_rank_are_refused_on_all() -> None:
+    for name, make in VALUES.items():
+        with pytest.raises(sp.RankMismatch, match=f"{name} differs between ranks"):
+            sp.assert_same({"value": make(int(sp.is_last()))}, name)
+    sp.barrier("still in step")
 
 
 #: What has no single form, and is not compared; and what the message advises.
@@ -127,39 +122,35 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.filterwarnings("ignore")  # torch's, about layouts
 @several(2)
-def test_what_cannot_be_compared_is_refused_on_all_ranks(world: Ranks) -> None:
-    def program() -> None:
-        for advice, make in REFUSED.items():
-            with pytest.raises(TypeError, match=rf"assert_same cannot compare .*{advice}"):
-                sp.assert_same({"x": [make()]}, "x")
-            with pytest.raises(TypeError if sp.is_last() else sp.PeerFailed, match=advice):
-                sp.assert_same(make() if sp.is_last() else 0, "x")
-        sp.barrier("still in step")
-
-    world.run(program)
+@on_every_rank
+def test_what_cannot_be_compared_is_refused_on_all_ranks() -> None:
+    for advice, make in REFUSED.items():
+        with pytest.raises(TypeError, match=rf"assert_same cannot compare .*{advice}"):
+            sp.assert_same({"x": [make()]}, "x")
+        with pytest.raises(TypeError if sp.is_last() else sp.PeerFailed, match=advice):
+            sp.assert_same(make() if sp.is_last() else 0, "x")
+    sp.barrier("still in step")
 
 
 @several(2)
-def test_zeros_of_another_sign_and_dicts_of_another_type_differ(world: Ranks) -> None:
-    def program() -> None:
-        pairs: list[tuple[Any, Any]] = [
-            (0.0, -0.0),
-            (1, 1.0),
-            (1, True),
-            (torch.zeros(1), -torch.zeros(1)),
-            ({"a": floats(0)}, collections.OrderedDict(a=floats(0))),
-            (floats(0), torch.nn.Parameter(floats(0))),
-            (floats(0), floats(0).double()),
-            ([floats(0)], (floats(0),)),
-            (floats(0), floats(0).numpy()),
-        ]
-        for one, other in pairs:
-            with pytest.raises(sp.RankMismatch):
-                sp.assert_same({"x": other if sp.is_last() else one}, "x")
-        sp.assert_same({"nan": torch.tensor([math.nan])}, "nan")
-        sp.assert_same(dict([("a", floats(0)), ("b", 1)][:: 1 - 2 * sp.get_rank()]), "in any order")
-
-    world.run(program)
+@on_every_rank
+def test_zeros_of_another_sign_and_dicts_of_another_type_differ() -> None:
+    pairs: list[tuple[Any, Any]] = [
+        (0.0, -0.0),
+        (1, 1.0),
+        (1, True),
+        (torch.zeros(1), -torch.zeros(1)),
+        ({"a": floats(0)}, collections.OrderedDict(a=floats(0))),
+        (floats(0), torch.nn.Parameter(floats(0))),
+        (floats(0), floats(0).double()),
+        ([floats(0)], (floats(0),)),
+        (floats(0), floats(0).numpy()),
+    ]
+    for one, other in pairs:
+        with pytest.raises(sp.RankMismatch):
+            sp.assert_same({"x": other if sp.is_last() else one}, "x")
+    sp.assert_same({"nan": torch.tensor([math.nan])}, "nan")
+    sp.assert_same(dict([("a", floats(0)), ("b", 1)][:: 1 - 2 * sp.get_rank()]), "in any order")
 
 
 class Broken(dict[str, int]):
@@ -170,18 +161,16 @@ class Broken(dict[str, int]):
 
 
 @several()
-def test_ranks_agree_whatever_an_object_does_when_it_is_digested(world: Ranks) -> None:
-    def program() -> None:
-        expected = ZeroDivisionError if sp.is_last() else sp.PeerFailed
-        with pytest.raises(expected, match="no items"):
-            sp.assert_same(Broken(a=1) if sp.is_last() else {"a": 1}, "broken")
-        cycle: list[Any] = [0]
-        cycle.append(cycle)
-        with pytest.raises(TypeError, match="cannot compare"):
-            sp.assert_same(cycle, "a cycle")
-        pair: Any = (floats(0),)
-        for _ in range(60):
-            pair = (pair, pair)
-        sp.assert_same(pair, "2 ** 60 times the same")
-
-    world.run(program)
+@on_every_rank
+def test_ranks_agree_whatever_an_object_does_when_it_is_digested() -> None:
+    expected = ZeroDivisionError if sp.is_last() else sp.PeerFailed
+    with pytest.raises(expected, match="no items"):
+        sp.assert_same(Broken(a=1) if sp.is_last() else {"a": 1}, "broken")
+    cycle: list[Any] = [0]
+    cycle.append(cycle)
+    with pytest.raises(TypeError, match="cannot compare"):
+        sp.assert_same(cycle, "a cycle")
+    pair: Any = (floats(0),)
+    for _ in range(60):
+        pair = (pair, pair)
+    sp.assert_same(pair, "2 ** 60 times the same")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from conftest import in_processes, several
+from conftest import in_processes, on_every_rank, several
 from support.rank_worlds import PATIENCE, Ranks
 
 import syncprims as sp
@@ -61,28 +61,24 @@ def test_queries_know_the_place(world: Ranks) -> None:
     ]
 
 
-def test_nobody_leaves_a_barrier_before_all_have_entered(world: Ranks, tmp_path: Path) -> None:
-    def program() -> None:
-        for k in range(20):
-            (tmp_path / f"{k}-{sp.get_rank()}").touch()
-            sp.barrier(f"round {k}" if k % 2 else None)
-            arrived = [(tmp_path / f"{k}-{r}").exists() for r in range(sp.get_world_size())]
-            assert all(arrived)
-
-    world.run(program)
+@on_every_rank
+def test_nobody_leaves_a_barrier_before_all_have_entered(tmp_path: Path) -> None:
+    for k in range(20):
+        (tmp_path / f"{k}-{sp.get_rank()}").touch()
+        sp.barrier(f"round {k}" if k % 2 else None)
+        arrived = [(tmp_path / f"{k}-{r}").exists() for r in range(sp.get_world_size())]
+        assert all(arrived)
 
 
-def test_broadcast_gives_everyone_the_object_of_src(world: Ranks) -> None:
-    def program() -> None:
-        for src in range(sp.get_world_size()):
-            for value in VALUES:
-                sent = value if sp.get_rank() == src else "something else"
-                got = sp.broadcast(sent, src=src)
-                assert got is sent or sp.get_rank() != src
-                assert got == value
-                assert type(got) is type(value)
-
-    world.run(program)
+@on_every_rank
+def test_broadcast_gives_everyone_the_object_of_src() -> None:
+    for src in range(sp.get_world_size()):
+        for value in VALUES:
+            sent = value if sp.get_rank() == src else "something else"
+            got = sp.broadcast(sent, src=src)
+            assert got is sent or sp.get_rank() != src
+            assert got == value
+            assert type(got) is type(value)
 
 
 class Config(NamedTuple):
@@ -107,19 +103,17 @@ REDUCED: list[tuple[Callable[[int, int], Any], Any, Callable[[int], Any]]] = [
 ]  # fmt: skip
 
 
-def test_reductions_are_exact_and_keep_types(world: Ranks) -> None:
-    def program() -> None:
-        n, rank = sp.get_world_size(), sp.get_rank()
-        for make in NUMBERS:
-            for op, combine in OPS.items():
-                expected = combine([make(r) for r in range(n)])
-                assert repr(sp.all_reduce(make(rank), op)) == repr(expected), op
-        for give, op, result in REDUCED:
-            assert repr(sp.all_reduce(give(rank, n), op)) == repr(result(n))
-        assert sp.all_reduce(rank == 0, "max") == 1
-        assert sp.all_reduce(np.int64(2**62)) == n * 2**62
-
-    world.run(program)
+@on_every_rank
+def test_reductions_are_exact_and_keep_types() -> None:
+    n, rank = sp.get_world_size(), sp.get_rank()
+    for make in NUMBERS:
+        for op, combine in OPS.items():
+            expected = combine([make(r) for r in range(n)])
+            assert repr(sp.all_reduce(make(rank), op)) == repr(expected), op
+    for give, op, result in REDUCED:
+        assert repr(sp.all_reduce(give(rank, n), op)) == repr(result(n))
+    assert sp.all_reduce(rank == 0, "max") == 1
+    assert sp.all_reduce(np.int64(2**62)) == n * 2**62
 
 
 def test_flags(world: Ranks) -> None:
@@ -176,20 +170,18 @@ def test_device_waits_where_there_is_none(world: Ranks) -> None:
 
 
 @several(2)
-def test_the_default_device_is_for_the_programs_own_tensors(world: Ranks) -> None:
-    def program() -> None:
-        for dtype, count in ((torch.float32, 3), (torch.bfloat16, 3), (torch.float32, 600_000)):
-            mine = torch.full((count,), 1.0 + sp.get_rank(), dtype=dtype)
-            mine[0] = torch.nan
-            with torch.device("meta"):
-                total, sent = sp.all_reduce(mine), sp.broadcast(mine)
-                listed = sp.all_gather({"x": mine})
-            assert total[0].isnan()
-            assert total[1:].tolist() == [3.0] * (count - 1)
-            assert sent[1:].tolist() == [1.0] * (count - 1)
-            assert [item["x"][1].item() for item in listed] == [1.0, 2.0]
-
-    world.run(program)
+@on_every_rank
+def test_the_default_device_is_for_the_programs_own_tensors() -> None:
+    for dtype, count in ((torch.float32, 3), (torch.bfloat16, 3), (torch.float32, 600_000)):
+        mine = torch.full((count,), 1.0 + sp.get_rank(), dtype=dtype)
+        mine[0] = torch.nan
+        with torch.device("meta"):
+            total, sent = sp.all_reduce(mine), sp.broadcast(mine)
+            listed = sp.all_gather({"x": mine})
+        assert total[0].isnan()
+        assert total[1:].tolist() == [3.0] * (count - 1)
+        assert sent[1:].tolist() == [1.0] * (count - 1)
+        assert [item["x"][1].item() for item in listed] == [1.0, 2.0]
 
 
 def test_a_block_of_a_group_may_end_in_another_order_and_place(world: Ranks) -> None:
@@ -216,33 +208,31 @@ def test_a_block_of_a_group_may_end_in_another_order_and_place(world: Ranks) -> 
 
 
 @in_processes
-def test_blocks_of_a_group_may_overlap_in_threads(world: Ranks) -> None:
-    def program() -> None:
-        n = sp.get_world_size()
-        alone = [sp.group([rank]) for rank in range(n)][sp.get_rank()]
-        meet = threading.Barrier(2)
-        raised: list[BaseException] = []
+@on_every_rank
+def test_blocks_of_a_group_may_overlap_in_threads() -> None:
+    n = sp.get_world_size()
+    alone = [sp.group([rank]) for rank in range(n)][sp.get_rank()]
+    meet = threading.Barrier(2)
+    raised: list[BaseException] = []
 
-        def block(*, first: bool) -> None:
-            try:
-                if first:
+    def block(*, first: bool) -> None:
+        try:
+            if first:
+                meet.wait(PATIENCE)
+            with alone:
+                if not first:
                     meet.wait(PATIENCE)
-                with alone:
-                    if not first:
-                        meet.wait(PATIENCE)
-                    meet.wait(PATIENCE)
-                    sp.barrier()
-            except BaseException as error:
-                raised.append(error)
+                meet.wait(PATIENCE)
+                sp.barrier()
+        except BaseException as error:
+            raised.append(error)
 
-        threads = [threading.Thread(target=block, kwargs={"first": first}) for first in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert raised == []
-
-    world.run(program)
+    threads = [threading.Thread(target=block, kwargs={"first": first}) for first in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert raised == []
 
 
 @dataclasses.dataclass(repr=False)
@@ -303,48 +293,41 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
 ]  # fmt: skip
 
 
-def test_bad_arguments_are_refused_before_anyone_waits(world: Ranks) -> None:
-    def program() -> None:
-        for number, (call, error, says) in enumerate(REFUSED):
-            with pytest.raises(error, match=says):
-                call()
-            assert sp.all_gather(number) == [number] * sp.get_world_size()
-
-    world.run(program)
+@on_every_rank
+def test_bad_arguments_are_refused_before_anyone_waits() -> None:
+    for number, (call, error, says) in enumerate(REFUSED):
+        with pytest.raises(error, match=says):
+            call()
+        assert sp.all_gather(number) == [number] * sp.get_world_size()
 
 
-def test_numbers_of_other_types_are_accepted(world: Ranks) -> None:
-    def program() -> None:
-        for timeout in (np.int64(30), np.float32(30)):
-            sp.barrier(timeout=timeout)  # type: ignore[arg-type]
-        assert sp.on_rank(n=0, default=1)(lambda: 1)() == 1
-        assert sp.on_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[call-overload]
-        assert sp.on_local_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[call-overload]
-        assert sp.group(np.arange(1)) is sp.group([0])  # type: ignore[arg-type]
-
-    world.run(program)
+@on_every_rank
+def test_numbers_of_other_types_are_accepted() -> None:
+    for timeout in (np.int64(30), np.float32(30)):
+        sp.barrier(timeout=timeout)  # type: ignore[arg-type]
+    assert sp.on_rank(n=0, default=1)(lambda: 1)() == 1
+    assert sp.on_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[call-overload]
+    assert sp.on_local_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[call-overload]
+    assert sp.group(np.arange(1)) is sp.group([0])  # type: ignore[arg-type]
 
 
-def test_no_call_leaves_a_trace_on_a_tensor(world: Ranks) -> None:
+@on_every_rank
+def test_no_call_leaves_a_trace_on_a_tensor() -> None:
     """A later `resize_` works: FSDP resizes the storage of tensors that have been reduced."""
-
-    def program() -> None:
-        for size in (3, 70_000):
-            for dtype in (torch.float32, torch.bfloat16, torch.complex64):
-                used = [torch.ones(size, dtype=dtype) for _ in range(8)]
-                out = [torch.empty(size, dtype=dtype) for _ in range(2)]
-                used += [
-                    sp.broadcast(used[0]),
-                    sp.broadcast(used[1], out=out[0]),
-                    sp.all_reduce(used[2]),
-                    sp.all_reduce(used[3], out=out[1]),
-                    sp.all_reduce({"a": [used[4]]}, "mean")["a"][0],
-                    *sp.all_gather(used[5]),
-                    sp.on_main(share=True)(lambda one=used[6]: one)(),
-                ]
-                sp.assert_same(used[7], "equal")
-                for tensor in (*used, *out):
-                    assert tensor.untyped_storage().resizable()
-                    tensor.resize_(2 * size)
-
-    world.run(program)
+    for size in (3, 70_000):
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+            used = [torch.ones(size, dtype=dtype) for _ in range(8)]
+            out = [torch.empty(size, dtype=dtype) for _ in range(2)]
+            used += [
+                sp.broadcast(used[0]),
+                sp.broadcast(used[1], out=out[0]),
+                sp.all_reduce(used[2]),
+                sp.all_reduce(used[3], out=out[1]),
+                sp.all_reduce({"a": [used[4]]}, "mean")["a"][0],
+                *sp.all_gather(used[5]),
+                sp.on_main(share=True)(lambda one=used[6]: one)(),
+            ]
+            sp.assert_same(used[7], "equal")
+            for tensor in (*used, *out):
+                assert tensor.untyped_storage().resizable()
+                tensor.resize_(2 * size)

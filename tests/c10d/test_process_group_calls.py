@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import in_processes, several
+from conftest import in_processes, on_every_rank, several
 from support.process_groups import dist, process_group, seconds
 from support.rank_worlds import Ranks
 from torch.nn.parallel import DistributedDataParallel
@@ -49,208 +49,192 @@ def of_rank(rank: int, size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_every_collective_gives_what_torch_promises(world: Ranks, size: int) -> None:
-    def program() -> None:
-        rank, n = sp.get_rank(), sp.get_world_size()
-        everyone = torch.stack([of_rank(r, size) for r in range(n)])
-        mine, last = everyone[rank], n - 1
-        with process_group():
-            got = mine.clone()
-            dist.all_reduce(got)
-            assert torch.equal(got, everyone.sum(0))
-            got = mine.clone()
-            dist.reduce(got, last)
-            assert rank != last or torch.equal(got, everyone.sum(0))
-            got = mine.clone()
-            dist.broadcast(got, last)
-            assert torch.equal(got, everyone[last])
-            parts = [torch.empty(size) for _ in range(n)]
-            dist.all_gather(parts, mine)
-            assert torch.equal(torch.stack(parts), everyone)
-            got = torch.empty(n * size)
-            dist.group.WORLD.allgather([[*got.view(n, size)]], [mine]).wait()
-            assert torch.equal(got.view(n, size), everyone)
-            kept = [torch.empty(size) for _ in range(n)] if rank == last else None
-            dist.gather(mine, kept, dst=last)
-            assert kept is None or torch.equal(torch.stack(kept), everyone)
-            got = torch.empty(size)
-            given = [one + 7 for one in everyone] if rank == last else None
-            dist.scatter(got, given, src=last)
-            assert torch.equal(got, mine + 7)
-            got = torch.empty(size)
-            dist.reduce_scatter(got, [mine * (r + 1) for r in range(n)])
-            assert torch.equal(got, everyone.sum(0) * (rank + 1))
-            received = [torch.empty(size) for _ in range(n)]
-            dist.all_to_all(received, [mine + r for r in range(n)])
-            assert torch.equal(torch.stack(received), everyone + rank)
-            dist.barrier()
-
-    world.run(program)
+@on_every_rank
+def test_every_collective_gives_what_torch_promises(size: int) -> None:
+    rank, n = sp.get_rank(), sp.get_world_size()
+    everyone = torch.stack([of_rank(r, size) for r in range(n)])
+    mine, last = everyone[rank], n - 1
+    with process_group():
+        got = mine.clone()
+        dist.all_reduce(got)
+        assert torch.equal(got, everyone.sum(0))
+        got = mine.clone()
+        dist.reduce(got, last)
+        assert rank != last or torch.equal(got, everyone.sum(0))
+        got = mine.clone()
+        dist.broadcast(got, last)
+        assert torch.equal(got, everyone[last])
+        parts = [torch.empty(size) for _ in range(n)]
+        dist.all_gather(parts, mine)
+        assert torch.equal(torch.stack(parts), everyone)
+        got = torch.empty(n * size)
+        dist.group.WORLD.allgather([[*got.view(n, size)]], [mine]).wait()
+        assert torch.equal(got.view(n, size), everyone)
+        kept = [torch.empty(size) for _ in range(n)] if rank == last else None
+        dist.gather(mine, kept, dst=last)
+        assert kept is None or torch.equal(torch.stack(kept), everyone)
+        got = torch.empty(size)
+        given = [one + 7 for one in everyone] if rank == last else None
+        dist.scatter(got, given, src=last)
+        assert torch.equal(got, mine + 7)
+        got = torch.empty(size)
+        dist.reduce_scatter(got, [mine * (r + 1) for r in range(n)])
+        assert torch.equal(got, everyone.sum(0) * (rank + 1))
+        received = [torch.empty(size) for _ in range(n)]
+        dist.all_to_all(received, [mine + r for r in range(n)])
+        assert torch.equal(torch.stack(received), everyone + rank)
+        dist.barrier()
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_base_and_coalesced_forms(world: Ranks, size: int) -> None:
-    def program() -> None:
-        rank, n = sp.get_rank(), sp.get_world_size()
-        everyone = torch.stack([of_rank(r, size) for r in range(n)])
-        mine = everyone[rank]
-        with process_group():
-            group = dist.group.WORLD
-            got = torch.empty(n * size)
-            group._allgather_base(got, mine).wait()
-            assert torch.equal(got.view(n, size), everyone)
-            got = torch.empty(size)
-            group._reduce_scatter_base(got, mine.repeat(n)).wait()
-            assert torch.equal(got, everyone.sum(0))
-            pair = [mine.clone(), 2 * mine]
-            group.allreduce_coalesced(pair).wait()
-            assert torch.equal(pair[1], 2 * pair[0])
-            assert torch.equal(pair[0], everyone.sum(0))
-            outs = [torch.empty(n * size) for _ in range(2)]
-            group.allgather_into_tensor_coalesced(outs, [mine, 3 * mine]).wait()
-            assert torch.equal(outs[1].view(n, size), 3 * everyone)
-            outs = [torch.empty(size) for _ in range(2)]
-            group.reduce_scatter_tensor_coalesced(outs, [mine.repeat(n)] * 2).wait()
-            assert torch.equal(outs[1], everyone.sum(0))
-            rows = torch.arange(n).repeat_interleave(torch.arange(1, n + 1)) + 100 * rank
-            got = torch.empty(n * (rank + 1), dtype=rows.dtype)
-            dist.all_to_all_single(got, rows, [rank + 1] * n, list(range(1, n + 1)))
-            expected = torch.arange(n).repeat_interleave(rank + 1) * 100 + rank
-            assert torch.equal(got, expected)
-
-    world.run(program)
+@on_every_rank
+def test_base_and_coalesced_forms(size: int) -> None:
+    rank, n = sp.get_rank(), sp.get_world_size()
+    everyone = torch.stack([of_rank(r, size) for r in range(n)])
+    mine = everyone[rank]
+    with process_group():
+        group = dist.group.WORLD
+        got = torch.empty(n * size)
+        group._allgather_base(got, mine).wait()
+        assert torch.equal(got.view(n, size), everyone)
+        got = torch.empty(size)
+        group._reduce_scatter_base(got, mine.repeat(n)).wait()
+        assert torch.equal(got, everyone.sum(0))
+        pair = [mine.clone(), 2 * mine]
+        group.allreduce_coalesced(pair).wait()
+        assert torch.equal(pair[1], 2 * pair[0])
+        assert torch.equal(pair[0], everyone.sum(0))
+        outs = [torch.empty(n * size) for _ in range(2)]
+        group.allgather_into_tensor_coalesced(outs, [mine, 3 * mine]).wait()
+        assert torch.equal(outs[1].view(n, size), 3 * everyone)
+        outs = [torch.empty(size) for _ in range(2)]
+        group.reduce_scatter_tensor_coalesced(outs, [mine.repeat(n)] * 2).wait()
+        assert torch.equal(outs[1], everyone.sum(0))
+        rows = torch.arange(n).repeat_interleave(torch.arange(1, n + 1)) + 100 * rank
+        got = torch.empty(n * (rank + 1), dtype=rows.dtype)
+        dist.all_to_all_single(got, rows, [rank + 1] * n, list(range(1, n + 1)))
+        expected = torch.arange(n).repeat_interleave(rank + 1) * 100 + rank
+        assert torch.equal(got, expected)
 
 
 @several(2)
-def test_dtypes_arrive_unchanged(world: Ranks) -> None:
-    def program() -> None:
-        rank = sp.get_rank()
-        with process_group():
-            for dtype in DTYPES:
-                for size in (SMALL, LARGE):
-                    mine = (torch.arange(size) % 3 + rank).to(dtype)
-                    other = (torch.arange(size) % 3 + 1).to(dtype)
-                    got = [torch.empty(size, dtype=dtype) for _ in range(2)]
-                    dist.all_gather(got, mine)
-                    assert torch.equal(got[1].view(torch.uint8), other.view(torch.uint8)), dtype
-                    dist.broadcast(mine, 1)
-                    assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8)), dtype
-
-    world.run(program)
-
-
-@several(2)
-def test_reductions(world: Ranks) -> None:
-    def program() -> None:
-        rank, n = sp.get_rank(), sp.get_world_size()
-        with process_group():
+@on_every_rank
+def test_dtypes_arrive_unchanged() -> None:
+    rank = sp.get_rank()
+    with process_group():
+        for dtype in DTYPES:
             for size in (SMALL, LARGE):
-                for name, expected in REDUCTIONS.items():
-                    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-                        everyone = torch.stack([of_rank(r, size).to(dtype) for r in range(n)])
-                        got = everyone[rank].clone()
-                        dist.all_reduce(got, getattr(dist.ReduceOp, name))
-                        wide = expected(everyone.double())
-                        assert torch.allclose(got.double(), wide, rtol=0.02), (name, dtype)
-                for name, function in BITWISE.items():
-                    pair = [torch.arange(size, dtype=torch.int32) + r for r in range(2)]
-                    got = pair[rank].clone()
-                    dist.all_reduce(got, getattr(dist.ReduceOp, name))
-                    assert torch.equal(got, function(*pair)), name
-                flags = torch.tensor([bool(rank), False, True])
-                dist.all_reduce(flags, dist.ReduceOp.SUM)
-                assert flags.tolist() == [True, False, True]
-            sparse = torch.sparse_coo_tensor(
-                torch.tensor([[rank]]), torch.tensor([2.0]), (3,), check_invariants=True
-            )
-            dist.all_reduce(sparse)
-            assert sparse.to_dense().tolist() == [2.0, 2.0, 0.0]
-
-    world.run(program)
+                mine = (torch.arange(size) % 3 + rank).to(dtype)
+                other = (torch.arange(size) % 3 + 1).to(dtype)
+                got = [torch.empty(size, dtype=dtype) for _ in range(2)]
+                dist.all_gather(got, mine)
+                assert torch.equal(got[1].view(torch.uint8), other.view(torch.uint8)), dtype
+                dist.broadcast(mine, 1)
+                assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8)), dtype
 
 
 @several(2)
-def test_tensors_of_any_layout(world: Ranks) -> None:
+@on_every_rank
+def test_reductions() -> None:
+    rank, n = sp.get_rank(), sp.get_world_size()
+    with process_group():
+        for size in (SMALL, LARGE):
+            for name, expected in REDUCTIONS.items():
+                for dtype in (torch.float32, torch.bfloat16, torch.float64):
+                    everyone = torch.stack([of_rank(r, size).to(dtype) for r in range(n)])
+                    got = everyone[rank].clone()
+                    dist.all_reduce(got, getattr(dist.ReduceOp, name))
+                    wide = expected(everyone.double())
+                    assert torch.allclose(got.double(), wide, rtol=0.02), (name, dtype)
+            for name, function in BITWISE.items():
+                pair = [torch.arange(size, dtype=torch.int32) + r for r in range(2)]
+                got = pair[rank].clone()
+                dist.all_reduce(got, getattr(dist.ReduceOp, name))
+                assert torch.equal(got, function(*pair)), name
+            flags = torch.tensor([bool(rank), False, True])
+            dist.all_reduce(flags, dist.ReduceOp.SUM)
+            assert flags.tolist() == [True, False, True]
+        sparse = torch.sparse_coo_tensor(
+            torch.tensor([[rank]]), torch.tensor([2.0]), (3,), check_invariants=True
+        )
+        dist.all_reduce(sparse)
+        assert sparse.to_dense().tolist() == [2.0, 2.0, 0.0]
+
+
+@several(2)
+@on_every_rank
+def test_tensors_of_any_layout() -> None:
     """Transposed, strided, zero-dimensional and empty tensors, and views."""
-
-    def program() -> None:
-        rank = sp.get_rank()
-        with process_group():
-            for rows in (3, 300):
-                base = torch.zeros(rows, 2 * rows)
-                view = base.t()[::2]
-                view.fill_(rank + 1)
-                dist.all_reduce(view)
-                assert (base[:, ::2] == 3).all()
-                assert (base[:, 1::2] == 0).all()
-            one = torch.tensor(float(rank))
-            dist.all_reduce(one)
-            assert one.item() == 1.0
-            nothing = torch.empty(0, 3)
-            dist.all_reduce(nothing)
-            dist.broadcast(nothing, 1)
-            leaf = torch.ones(2, requires_grad=True)
-            dist.all_reduce(leaf)
-            assert leaf.tolist() == [2.0, 2.0]
-            assert leaf.is_leaf
-
-    world.run(program)
+    rank = sp.get_rank()
+    with process_group():
+        for rows in (3, 300):
+            base = torch.zeros(rows, 2 * rows)
+            view = base.t()[::2]
+            view.fill_(rank + 1)
+            dist.all_reduce(view)
+            assert (base[:, ::2] == 3).all()
+            assert (base[:, 1::2] == 0).all()
+        one = torch.tensor(float(rank))
+        dist.all_reduce(one)
+        assert one.item() == 1.0
+        nothing = torch.empty(0, 3)
+        dist.all_reduce(nothing)
+        dist.broadcast(nothing, 1)
+        leaf = torch.ones(2, requires_grad=True)
+        dist.all_reduce(leaf)
+        assert leaf.tolist() == [2.0, 2.0]
+        assert leaf.is_leaf
 
 
 @several(4)
-def test_groups_have_rounds_of_their_own(world: Ranks) -> None:
+@on_every_rank
+def test_groups_have_rounds_of_their_own() -> None:
     """Several groups of the same ranks, overlapping ones, subgroups and meshes."""
-
-    def program() -> None:
-        rank = sp.get_rank()
-        with process_group():
-            twins = [dist.new_group([0, 1, 2, 3], group_desc=name) for name in ("a", "b")]
-            for number, group in enumerate(twins):
-                one = torch.tensor([number])
-                dist.all_reduce(one, group=group)
-                assert one.item() == 4 * number
-            chain = [dist.new_group([k, k + 1]) for k in range(3)]
-            for k, group in enumerate(chain):
-                if rank in (k, k + 1):
-                    one = torch.tensor([rank])
-                    dist.broadcast(one, k + 1, group=group)
-                    assert one.item() == k + 1
-            own, _ = dist.new_subgroups(2)
-            one = torch.tensor([rank])
-            dist.all_reduce(one, group=own)
-            assert one.item() == (1 if rank < 2 else 5)
-            mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-            one = torch.tensor([rank])
-            dist.all_reduce(one, group=mesh["dp"].get_group())
-            assert one.item() == 2 * (rank % 2) + 2
-            dist.destroy_process_group(twins[0])
-            again = dist.new_group([0, 1, 2, 3])
-            dist.barrier(group=again)
-
-    world.run(program)
+    rank = sp.get_rank()
+    with process_group():
+        twins = [dist.new_group([0, 1, 2, 3], group_desc=name) for name in ("a", "b")]
+        for number, group in enumerate(twins):
+            one = torch.tensor([number])
+            dist.all_reduce(one, group=group)
+            assert one.item() == 4 * number
+        chain = [dist.new_group([k, k + 1]) for k in range(3)]
+        for k, group in enumerate(chain):
+            if rank in (k, k + 1):
+                one = torch.tensor([rank])
+                dist.broadcast(one, k + 1, group=group)
+                assert one.item() == k + 1
+        own, _ = dist.new_subgroups(2)
+        one = torch.tensor([rank])
+        dist.all_reduce(one, group=own)
+        assert one.item() == (1 if rank < 2 else 5)
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        one = torch.tensor([rank])
+        dist.all_reduce(one, group=mesh["dp"].get_group())
+        assert one.item() == 2 * (rank % 2) + 2
+        dist.destroy_process_group(twins[0])
+        again = dist.new_group([0, 1, 2, 3])
+        dist.barrier(group=again)
 
 
 @several(2)
-def test_handles_have_futures_and_take_a_timeout(world: Ranks) -> None:
-    def program() -> None:
-        with process_group():
-            rank, one = dist.get_rank(), torch.ones(2)
-            work = dist.all_reduce(one, async_op=True)
-            assert work.is_completed()
-            work.wait()
-            doubled = work.get_future().then(lambda done: done.value()[0] * 2)
-            assert doubled.wait().tolist() == [4.0, 4.0]
-            with dist._coalescing_manager():
-                pair = [torch.ones(1), torch.ones(1)]
-                for tensor in pair:
-                    dist.all_reduce(tensor)
-            assert [tensor.item() for tensor in pair] == [2.0, 2.0]
-            transfer = dist.isend(one, 1) if rank == 0 else dist.irecv(one, 0)
-            for handle in (work, dist.barrier(async_op=True), transfer):
-                assert handle.wait(seconds(60))
-                assert handle.wait(timeout=seconds(60))
-
-    world.run(program)
+@on_every_rank
+def test_handles_have_futures_and_take_a_timeout() -> None:
+    with process_group():
+        rank, one = dist.get_rank(), torch.ones(2)
+        work = dist.all_reduce(one, async_op=True)
+        assert work.is_completed()
+        work.wait()
+        doubled = work.get_future().then(lambda done: done.value()[0] * 2)
+        assert doubled.wait().tolist() == [4.0, 4.0]
+        with dist._coalescing_manager():
+            pair = [torch.ones(1), torch.ones(1)]
+            for tensor in pair:
+                dist.all_reduce(tensor)
+        assert [tensor.item() for tensor in pair] == [2.0, 2.0]
+        transfer = dist.isend(one, 1) if rank == 0 else dist.irecv(one, 0)
+        for handle in (work, dist.barrier(async_op=True), transfer):
+            assert handle.wait(seconds(60))
+            assert handle.wait(timeout=seconds(60))
 
 
 @several(2)

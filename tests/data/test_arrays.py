@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from conftest import several
+from conftest import on_every_rank, several
 from support.rank_worlds import Kind, Ranks
 
 import syncprims as sp
@@ -62,166 +62,149 @@ def same(one: Any, other: Any) -> bool:
     return alike and bool(one.tobytes() == other.tobytes())
 
 
-def test_every_dtype_and_op_to_the_bit(world: Ranks) -> None:
-    def program() -> None:
-        ranks = range(sp.get_world_size())
-        with np.errstate(all="ignore"):
-            for dtype in DTYPES:
-                parts = [noise(rank, (37, 91), dtype) for rank in ranks]
-                mine = parts[sp.get_rank()].copy()
-                for op in OPS:
-                    got = sp.all_reduce(mine, op)
-                    assert same(got, expected(parts, op)), (dtype, op)
-                    assert same(mine, parts[sp.get_rank()])
-                src = ranks[-1]
-                assert same(sp.broadcast(mine, src), parts[src])
-
-    world.run(program)
+@on_every_rank
+def test_every_dtype_and_op_to_the_bit() -> None:
+    ranks = range(sp.get_world_size())
+    with np.errstate(all="ignore"):
+        for dtype in DTYPES:
+            parts = [noise(rank, (37, 91), dtype) for rank in ranks]
+            mine = parts[sp.get_rank()].copy()
+            for op in OPS:
+                got = sp.all_reduce(mine, op)
+                assert same(got, expected(parts, op)), (dtype, op)
+                assert same(mine, parts[sp.get_rank()])
+            src = ranks[-1]
+            assert same(sp.broadcast(mine, src), parts[src])
 
 
 @several()
-def test_every_size_with_and_without_out(world: Ranks) -> None:
-    def program() -> None:
-        ranks = range(sp.get_world_size())
-        for size in SIZES:
-            parts = [noise(rank, size) for rank in ranks]
-            mine = parts[sp.get_rank()]
-            total = expected(parts, "sum")
-            assert same(sp.all_reduce(mine), total)
-            out = np.empty(size)
-            assert sp.all_reduce(mine, out=out) is out
-            assert same(out, total)
-            for src in ranks:
-                assert same(sp.broadcast(mine if src == sp.get_rank() else None, src), parts[src])
-            into = np.empty(size)
-            got: Any = sp.broadcast(mine if sp.is_main() else None, out=into)
-            assert got is into
-            assert same(into, parts[0])
-            assert sp.all_reduce(mine, out=mine) is mine  # in place
-            assert same(mine, total)
-
-    world.run(program)
+@on_every_rank
+def test_every_size_with_and_without_out() -> None:
+    ranks = range(sp.get_world_size())
+    for size in SIZES:
+        parts = [noise(rank, size) for rank in ranks]
+        mine = parts[sp.get_rank()]
+        total = expected(parts, "sum")
+        assert same(sp.all_reduce(mine), total)
+        out = np.empty(size)
+        assert sp.all_reduce(mine, out=out) is out
+        assert same(out, total)
+        for src in ranks:
+            assert same(sp.broadcast(mine if src == sp.get_rank() else None, src), parts[src])
+        into = np.empty(size)
+        got: Any = sp.broadcast(mine if sp.is_main() else None, out=into)
+        assert got is into
+        assert same(into, parts[0])
+        assert sp.all_reduce(mine, out=mine) is mine  # in place
+        assert same(mine, total)
 
 
 @several()
-def test_arrays_of_every_layout(world: Ranks) -> None:
-    def program() -> None:
-        base = np.rint(noise(0, (300, 200)) * 100) + sp.get_rank()  # whole: exact in any order
-        layouts: list[Any] = [
-            base.T,
-            base[::2, ::3],
-            np.asfortranarray(base),
-            base[:, :1],
-            base.astype(">f8"),
-            base.reshape(10, 30, 200),
-            np.broadcast_to(base[0], (50, 200)),
-        ]
-        for array in layouts:
-            sent = sp.broadcast(array, sp.get_world_size() - 1)
-            assert np.array_equal(sent, array - sp.get_rank() + sp.get_world_size() - 1)
-            everywhere = sp.all_gather(array)
-            assert np.array_equal(sp.all_reduce(array, "max"), np.max(everywhere, axis=0))
-            if sent is not array:
-                sent[...] = 0  # what arrives is one's own, also to write to
-        for out in (np.zeros((200, 300)).T, np.zeros((300, 400))[:, ::2]):
-            assert sp.broadcast(base, out=out) is out
-            assert np.array_equal(out, base - sp.get_rank())
-            assert sp.all_reduce(base, "min", out=out) is out
-            assert np.array_equal(out, base - sp.get_rank())
-
-    world.run(program)
+@on_every_rank
+def test_arrays_of_every_layout() -> None:
+    base = np.rint(noise(0, (300, 200)) * 100) + sp.get_rank()  # whole: exact in any order
+    layouts: list[Any] = [
+        base.T,
+        base[::2, ::3],
+        np.asfortranarray(base),
+        base[:, :1],
+        base.astype(">f8"),
+        base.reshape(10, 30, 200),
+        np.broadcast_to(base[0], (50, 200)),
+    ]
+    for array in layouts:
+        sent = sp.broadcast(array, sp.get_world_size() - 1)
+        assert np.array_equal(sent, array - sp.get_rank() + sp.get_world_size() - 1)
+        everywhere = sp.all_gather(array)
+        assert np.array_equal(sp.all_reduce(array, "max"), np.max(everywhere, axis=0))
+        if sent is not array:
+            sent[...] = 0  # what arrives is one's own, also to write to
+    for out in (np.zeros((200, 300)).T, np.zeros((300, 400))[:, ::2]):
+        assert sp.broadcast(base, out=out) is out
+        assert np.array_equal(out, base - sp.get_rank())
+        assert sp.all_reduce(base, "min", out=out) is out
+        assert np.array_equal(out, base - sp.get_rank())
 
 
 @several()
-def test_an_out_that_lies_over_the_value(world: Ranks) -> None:
-    def program() -> None:
-        memory = noise(sp.get_rank(), 100_001)
-        wanted = expected(sp.all_gather(memory[:-1].copy()), "sum")
-        out = memory[1:]
-        assert sp.all_reduce(memory[:-1], out=out) is out
-        assert same(out.copy(), wanted)
-
-    world.run(program)
+@on_every_rank
+def test_an_out_that_lies_over_the_value() -> None:
+    memory = noise(sp.get_rank(), 100_001)
+    wanted = expected(sp.all_gather(memory[:-1].copy()), "sum")
+    out = memory[1:]
+    assert sp.all_reduce(memory[:-1], out=out) is out
+    assert same(out.copy(), wanted)
 
 
 @several()
-def test_trees_with_arrays_large_and_small(world: Ranks) -> None:
-    def program() -> None:
-        n, rank = sp.get_world_size(), sp.get_rank()
-        tree: dict[str, Any] = {
-            "weights": [noise(rank, (100, 100), "f4"), noise(rank, 3)],
-            "loss": 0.5 * rank,
-            "steps": rank,
-            "pair": Pair(noise(rank, 5000, "i8"), (noise(rank, 700),)),
-        }
-        if rank % 2:  # the order of keys is everybody's own
-            tree = dict(reversed(tree.items()))
-        trees = sp.all_gather(tree)
-        got = sp.all_reduce(tree)
-        assert isinstance(got["pair"], Pair)
-        assert got["steps"] == n * (n - 1) // 2
-        picks: list[Any] = [
-            lambda t: t["weights"][0],
-            lambda t: t["weights"][1],
-            lambda t: t["pair"].first,
-            lambda t: t["pair"].second[0],
-        ]
-        for pick in picks:
-            assert same(pick(got), expected([pick(t) for t in trees], "sum"))
-        sent: Any = sp.broadcast(tree if rank == n - 1 else None, n - 1)
-        assert same(sent["pair"].first, trees[-1]["pair"].first)
-        assert list(sent) == list(trees[-1])
-
-    world.run(program)
+@on_every_rank
+def test_trees_with_arrays_large_and_small() -> None:
+    n, rank = sp.get_world_size(), sp.get_rank()
+    tree: dict[str, Any] = {
+        "weights": [noise(rank, (100, 100), "f4"), noise(rank, 3)],
+        "loss": 0.5 * rank,
+        "steps": rank,
+        "pair": Pair(noise(rank, 5000, "i8"), (noise(rank, 700),)),
+    }
+    if rank % 2:  # the order of keys is everybody's own
+        tree = dict(reversed(tree.items()))
+    trees = sp.all_gather(tree)
+    got = sp.all_reduce(tree)
+    assert isinstance(got["pair"], Pair)
+    assert got["steps"] == n * (n - 1) // 2
+    picks: list[Any] = [
+        lambda t: t["weights"][0],
+        lambda t: t["weights"][1],
+        lambda t: t["pair"].first,
+        lambda t: t["pair"].second[0],
+    ]
+    for pick in picks:
+        assert same(pick(got), expected([pick(t) for t in trees], "sum"))
+    sent: Any = sp.broadcast(tree if rank == n - 1 else None, n - 1)
+    assert same(sent["pair"].first, trees[-1]["pair"].first)
+    assert list(sent) == list(trees[-1])
 
 
 @several()
-def test_arrays_of_mixed_sizes_keep_out_of_each_others_way(world: Ranks) -> None:
+@on_every_rank
+def test_arrays_of_mixed_sizes_keep_out_of_each_others_way() -> None:
     """One rank is slow to read what the others have reduced, and larger pieces follow smaller."""
+    rank, n = sp.get_rank(), sp.get_world_size()
+    dice = np.random.default_rng(5)  # the same on all
+    slow = np.random.default_rng([9, rank])
+    piece: Any = transport._Piece  # pyright: ignore[reportPrivateUsage]
+    read = piece.read_others
 
-    def program() -> None:
-        rank, n = sp.get_rank(), sp.get_world_size()
-        dice = np.random.default_rng(5)  # the same on all
-        slow = np.random.default_rng([9, rank])
-        piece: Any = transport._Piece  # pyright: ignore[reportPrivateUsage]
-        read = piece.read_others
+    def read_slowly(self: Any, half: int) -> None:
+        time.sleep(0.002 if slow.random() < 0.3 else 0)  # the fault, not a wait
+        read(self, half)
 
-        def read_slowly(self: Any, half: int) -> None:
-            time.sleep(0.002 if slow.random() < 0.3 else 0)  # the fault, not a wait
-            read(self, half)
-
-        piece.read_others = read_slowly
-        for _ in range(12):
-            sizes = dice.integers(200, 20_000, 6)
-            parts = [[noise(r, int(size)) for size in sizes] for r in range(n)]
-            got = sp.all_reduce(parts[rank])
-            for place, total in enumerate(got):
-                assert same(total, expected([part[place] for part in parts], "sum"))
-
-    world.run(program)
+    piece.read_others = read_slowly
+    for _ in range(12):
+        sizes = dice.integers(200, 20_000, 6)
+        parts = [[noise(r, int(size)) for size in sizes] for r in range(n)]
+        got = sp.all_reduce(parts[rank])
+        for place, total in enumerate(got):
+            assert same(total, expected([part[place] for part in parts], "sum"))
 
 
 @several()
-def test_gathered_arrays_may_differ_in_size_and_kind(world: Ranks) -> None:
-    def program() -> None:
-        rank, n = sp.get_rank(), sp.get_world_size()
-        dice = random.Random(8)  # the same on all
-        for step in range(40):
-            counts = (
-                dice.choices([0, 3, 1500, 20_000, 150_000, 400_000], k=1 if step % 2 else n) * n
-            )
-            kinds: list[Any] = dice.choices(
-                [np.asarray, torch.from_numpy, lambda array: torch.from_numpy(array).bfloat16(),
-                 lambda array: torch.from_numpy(array).requires_grad_(), lambda array: [array]],
-                k=1 if step % 3 else n,
-            ) * n  # fmt: skip
-            made = [kinds[r](np.full(counts[r], step + r, "f4")[::-1].copy()) for r in range(n)]
-            found = sp.all_gather(made[rank])
-            assert found[rank] is made[rank]
-            assert sp.all_reduce(step) == n * step
-            assert list(map(codec.encode, found)) == list(map(codec.encode, made))
-
-    world.run(program)
+@on_every_rank
+def test_gathered_arrays_may_differ_in_size_and_kind() -> None:
+    rank, n = sp.get_rank(), sp.get_world_size()
+    dice = random.Random(8)  # the same on all
+    for step in range(40):
+        counts = dice.choices([0, 3, 1500, 20_000, 150_000, 400_000], k=1 if step % 2 else n) * n
+        kinds: list[Any] = dice.choices(
+            [np.asarray, torch.from_numpy, lambda array: torch.from_numpy(array).bfloat16(),
+             lambda array: torch.from_numpy(array).requires_grad_(), lambda array: [array]],
+            k=1 if step % 3 else n,
+        ) * n  # fmt: skip
+        made = [kinds[r](np.full(counts[r], step + r, "f4")[::-1].copy()) for r in range(n)]
+        found = sp.all_gather(made[rank])
+        assert found[rank] is made[rank]
+        assert sp.all_reduce(step) == n * step
+        assert list(map(codec.encode, found)) == list(map(codec.encode, made))
 
 
 @several()
@@ -251,36 +234,32 @@ def test_a_memory_map_travels_as_its_items(world: Ranks, tmp_path: Path) -> None
 
 
 @several()
-def test_what_has_one_checksum_is_not_one(world: Ranks) -> None:
-    def program() -> None:
-        # These pairs differ by a multiple of the polynomial of CRC-32.
-        numbers, texts = [1 << 40, (1 << 40) ^ 0x1DB710641], [b"cabCaa", b".L_.ia"]
-        assert zlib.crc32(codec.encode(numbers[0])) == zlib.crc32(codec.encode(numbers[1]))
-        assert zlib.crc32(texts[0]) == zlib.crc32(texts[1])
-        turn = sp.get_rank() % 2
-        mine, name = numbers[turn], texts[turn].decode()
-        sent = [numbers[rank % 2] for rank in range(sp.get_world_size())]
-        assert sp.all_gather(mine) == sent
-        assert sp.all_reduce(mine) == sum(sent)
-        with pytest.raises(sp.RankMismatch):
-            sp.all_reduce({name: 1.0})
-        with pytest.raises(sp.CollectiveMismatch):
-            sp.barrier(name)
-
-    world.run(program)
+@on_every_rank
+def test_what_has_one_checksum_is_not_one() -> None:
+    # These pairs differ by a multiple of the polynomial of CRC-32.
+    numbers, texts = [1 << 40, (1 << 40) ^ 0x1DB710641], [b"cabCaa", b".L_.ia"]
+    assert zlib.crc32(codec.encode(numbers[0])) == zlib.crc32(codec.encode(numbers[1]))
+    assert zlib.crc32(texts[0]) == zlib.crc32(texts[1])
+    turn = sp.get_rank() % 2
+    mine, name = numbers[turn], texts[turn].decode()
+    sent = [numbers[rank % 2] for rank in range(sp.get_world_size())]
+    assert sp.all_gather(mine) == sent
+    assert sp.all_reduce(mine) == sum(sent)
+    with pytest.raises(sp.RankMismatch):
+        sp.all_reduce({name: 1.0})
+    with pytest.raises(sp.CollectiveMismatch):
+        sp.barrier(name)
 
 
 @several()
-def test_an_object_that_needs_pickle_takes_its_arrays_along(world: Ranks) -> None:
-    def program() -> None:
-        shared = ["twice"]
-        sent: Any = {"w": np.arange(1000.0), "x": shared, "y": shared}
-        got: Any = sp.broadcast(sent if sp.is_main() else None)
-        assert got["x"] is got["y"]
-        assert np.array_equal(got["w"], sent["w"])
-        assert sp.broadcast("next") == "next"
-
-    world.run(program)
+@on_every_rank
+def test_an_object_that_needs_pickle_takes_its_arrays_along() -> None:
+    shared = ["twice"]
+    sent: Any = {"w": np.arange(1000.0), "x": shared, "y": shared}
+    got: Any = sp.broadcast(sent if sp.is_main() else None)
+    assert got["x"] is got["y"]
+    assert np.array_equal(got["w"], sent["w"])
+    assert sp.broadcast("next") == "next"
 
 
 class Calling:
@@ -297,15 +276,13 @@ def test_a_collective_in_a_method_that_encodes_is_one_error_on_all(world: Ranks,
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_travel_and_are_not_reduced(world: Ranks) -> None:
-    def program() -> None:
-        nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
-        for value in sp.broadcast(nested), sp.all_gather({"n": nested, "w": nested[0]})[-1]["n"]:
-            assert [part.tolist() for part in value.unbind()] == [[1, 1], [0, 0, 0]]
-        with pytest.raises(TypeError, match="nested tensor"):
-            sp.all_reduce(nested)
-
-    world.run(program)
+@on_every_rank
+def test_nested_tensors_travel_and_are_not_reduced() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
+    for value in sp.broadcast(nested), sp.all_gather({"n": nested, "w": nested[0]})[-1]["n"]:
+        assert [part.tolist() for part in value.unbind()] == [[1, 1], [0, 0, 0]]
+    with pytest.raises(TypeError, match="nested tensor"):
+        sp.all_reduce(nested)
 
 
 @pytest.mark.parametrize("call", ["broadcast", "all_reduce"])
@@ -397,24 +374,22 @@ def test_tensors_of_every_dtype(world: Ranks) -> None:
 
 
 @several()
-def test_torch_is_not_deceived(world: Ranks) -> None:
-    def program() -> None:
-        n, rank = sp.get_world_size(), sp.get_rank()
-        value = torch.full((1000,), 1 + 2j, dtype=torch.complex64)
-        for out in (torch.zeros(1000, dtype=torch.complex64).conj(), torch.zeros_like(value)):
-            assert sp.all_reduce(value, out=out) is out
-            assert torch.equal(out.resolve_conj(), value * n)
-            assert sp.broadcast(value, out=out) is out
-            assert torch.equal(out.resolve_conj(), value)
-        leaf = torch.ones(1000, requires_grad=True)
-        middle = leaf * 2
-        loss = (middle * middle).sum()
-        sp.all_reduce(torch.ones(1000), out=middle.detach())
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-        dense = torch.ones(1000)
-        with pytest.raises(sp.RankMismatch, match="sparse_coo"):
-            sp.all_reduce(dense if rank else dense.to_sparse())
-        assert torch.equal(sp.all_reduce(dense.to_sparse()).to_dense(), dense * n)
-
-    world.run(program)
+@on_every_rank
+def test_torch_is_not_deceived() -> None:
+    n, rank = sp.get_world_size(), sp.get_rank()
+    value = torch.full((1000,), 1 + 2j, dtype=torch.complex64)
+    for out in (torch.zeros(1000, dtype=torch.complex64).conj(), torch.zeros_like(value)):
+        assert sp.all_reduce(value, out=out) is out
+        assert torch.equal(out.resolve_conj(), value * n)
+        assert sp.broadcast(value, out=out) is out
+        assert torch.equal(out.resolve_conj(), value)
+    leaf = torch.ones(1000, requires_grad=True)
+    middle = leaf * 2
+    loss = (middle * middle).sum()
+    sp.all_reduce(torch.ones(1000), out=middle.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    dense = torch.ones(1000)
+    with pytest.raises(sp.RankMismatch, match="sparse_coo"):
+        sp.all_reduce(dense if rank else dense.to_sparse())
+    assert torch.equal(sp.all_reduce(dense.to_sparse()).to_dense(), dense * n)

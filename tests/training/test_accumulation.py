@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import on_every_rank
 from support.rank_worlds import Ranks
 from support.training_models import (
     alone,
@@ -476,33 +477,31 @@ def test_after_a_state_is_loaded_a_plain_loop_trains_as_before(world: Ranks) -> 
 
 
 @alone
-def test_misuse_is_told(world: Ranks) -> None:
-    def program() -> None:
-        accumulator, model = Accumulator(2), unit_model()
-        with (
-            accumulator.accumulate(model),
-            pytest.raises(RuntimeError, match="inside of itself"),
-            accumulator.accumulate(model),
-        ):
-            pass
-        with accumulator.accumulate(model), pytest.raises(ValueError, match="weight"):
-            accumulator.backward(model(ones()).sum(), weight=-1)
-        mixed = Accumulator(2)
-        with mixed.accumulate(model):
-            mixed.backward(model(ones()).sum(), weight=2)
-        with mixed.accumulate(model), pytest.raises(ValueError, match="defined mean"):
-            mixed.backward(model(ones()).sum())
-        several = Accumulator(2)
-        with several.accumulate(model):
-            several.backward(model(ones()).sum(), weight=2)
-            with pytest.raises(ValueError, match="different weights"):
-                several.backward(model(ones()).sum(), weight=3)
-        with pytest.raises(ValueError, match="steps=0"):
-            Accumulator(0)
-        with pytest.raises(TypeError):
-            Accumulator(1.5)  # type: ignore[arg-type]
-
-    assert world.run(program) == [None]
+@on_every_rank
+def test_misuse_is_told() -> None:
+    accumulator, model = Accumulator(2), unit_model()
+    with (
+        accumulator.accumulate(model),
+        pytest.raises(RuntimeError, match="inside of itself"),
+        accumulator.accumulate(model),
+    ):
+        pass
+    with accumulator.accumulate(model), pytest.raises(ValueError, match="weight"):
+        accumulator.backward(model(ones()).sum(), weight=-1)
+    mixed = Accumulator(2)
+    with mixed.accumulate(model):
+        mixed.backward(model(ones()).sum(), weight=2)
+    with mixed.accumulate(model), pytest.raises(ValueError, match="defined mean"):
+        mixed.backward(model(ones()).sum())
+    several = Accumulator(2)
+    with several.accumulate(model):
+        several.backward(model(ones()).sum(), weight=2)
+        with pytest.raises(ValueError, match="different weights"):
+            several.backward(model(ones()).sum(), weight=3)
+    with pytest.raises(ValueError, match="steps=0"):
+        Accumulator(0)
+    with pytest.raises(TypeError):
+        Accumulator(1.5)  # type: ignore[arg-type]
 
 
 @everywhere
@@ -823,14 +822,12 @@ def test_ranks_without_batches_join_passes_outside_of_windows(world: Ranks) -> N
 
 
 @with_others
-def test_weighted_passes_outside_of_windows_cannot_be_joined(world: Ranks) -> None:
-    def program() -> None:
-        job = new_job(even_batches=False)
-        model, _, loader = one_batch_each_and_one_more(job)
-        with (
-            pytest.raises(ValueError, match="needs `with accumulate"),
-            job.join_uneven_inputs([model]),
-        ):
-            job.backward(model(next(iter(loader))).sum(), weight=1)
-
-    world.run(program)
+@on_every_rank
+def test_weighted_passes_outside_of_windows_cannot_be_joined() -> None:
+    job = new_job(even_batches=False)
+    model, _, loader = one_batch_each_and_one_more(job)
+    with (
+        pytest.raises(ValueError, match="needs `with accumulate"),
+        job.join_uneven_inputs([model]),
+    ):
+        job.backward(model(next(iter(loader))).sum(), weight=1)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from conftest import on_every_rank
 from support.rank_worlds import Ranks
 from support.training_models import (
     TRAINED,
@@ -361,53 +362,45 @@ def test_what_reading_draws_is_as_in_a_plain_loop(world: Ranks, draw: str, tmp_p
 
 @alone
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_place_set_in_the_loop_is_where_the_next_one_begins(world: Ranks, workers: int) -> None:
-    def program() -> None:
-        loader = prepare_data_loader(feed(range(4), batch_size=1, num_workers=workers), seed=1)
-        list(loader)
-        begin = loader.state_dict()
-        order = items(list(loader))
-        for stop, loads in itertools.product((True, False), repeat=2):
-            loader.set_epoch(1)
-            for _ in loader:
-                if loads:
-                    loader.load_state_dict(begin)
-                else:
-                    loader.set_epoch(1)
-                if stop:
-                    break
-            assert loader.state_dict() == begin
-        assert items(list(loader)) == order
-
-    world.run(program)
+@on_every_rank
+def test_a_place_set_in_the_loop_is_where_the_next_one_begins(workers: int) -> None:
+    loader = prepare_data_loader(feed(range(4), batch_size=1, num_workers=workers), seed=1)
+    list(loader)
+    begin = loader.state_dict()
+    order = items(list(loader))
+    for stop, loads in itertools.product((True, False), repeat=2):
+        loader.set_epoch(1)
+        for _ in loader:
+            if loads:
+                loader.load_state_dict(begin)
+            else:
+                loader.set_epoch(1)
+            if stop:
+                break
+        assert loader.state_dict() == begin
+    assert items(list(loader)) == order
 
 
 @alone
-def test_loaders_side_by_side_go_on_after_a_last_batch(world: Ranks) -> None:
+@on_every_rank
+def test_loaders_side_by_side_go_on_after_a_last_batch() -> None:
     """Also the longer one, which is left in the middle."""
-
-    def program() -> None:
-        made = [
-            [
-                prepare_data_loader(feed(range(n), batch_size=1, shuffle=True), seed=n)
-                for n in (3, 5)
-            ]
-            for _ in range(2)
-        ]
-        seen: list[list[Any]] = [[], []]
-        states: list[Any] = []
-        for _ in range(2):
-            for pair in zip(*made[0], strict=False):
-                seen[0].append([one.item() for one in pair])
-                states.append([loader.state_dict() for loader in made[0]])
-        for loader, state in zip(made[1], states[2], strict=True):
-            loader.load_state_dict(state)
-        for _ in range(2):
-            for pair in zip(*made[1], strict=False):
-                seen[1].append([one.item() for one in pair])
-        assert seen[1] == seen[0][3:]
-
-    world.run(program)
+    made = [
+        [prepare_data_loader(feed(range(n), batch_size=1, shuffle=True), seed=n) for n in (3, 5)]
+        for _ in range(2)
+    ]
+    seen: list[list[Any]] = [[], []]
+    states: list[Any] = []
+    for _ in range(2):
+        for pair in zip(*made[0], strict=False):
+            seen[0].append([one.item() for one in pair])
+            states.append([loader.state_dict() for loader in made[0]])
+    for loader, state in zip(made[1], states[2], strict=True):
+        loader.load_state_dict(state)
+    for _ in range(2):
+        for pair in zip(*made[1], strict=False):
+            seen[1].append([one.item() for one in pair])
+    assert seen[1] == seen[0][3:]
 
 
 class WithArguments(DataLoader[int]):
@@ -422,19 +415,17 @@ class DerivedFromIt(WithArguments):
 
 
 @alone
-def test_a_sampler_leaves_the_generators_that_all_share_as_they_were(world: Ranks) -> None:
-    def program() -> None:
-        for draw in DRAWS.values():
-            for seed in (random.seed, np.random.seed, torch.manual_seed):
-                seed(5)
-            wanted = [draw(9) for _ in range(3)]
-            for seed in (random.seed, np.random.seed, torch.manual_seed):
-                seed(5)
-            loader = prepare_data_loader(feed(range(24), batch_size=12, sampler=OneByOne(draw)))
-            found = [draw(9), *(draw(9) for _ in loader)]
-            assert found == wanted
-
-    assert world.run(program) == [None]
+@on_every_rank
+def test_a_sampler_leaves_the_generators_that_all_share_as_they_were() -> None:
+    for draw in DRAWS.values():
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(5)
+        wanted = [draw(9) for _ in range(3)]
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(5)
+        loader = prepare_data_loader(feed(range(24), batch_size=12, sampler=OneByOne(draw)))
+        found = [draw(9), *(draw(9) for _ in loader)]
+        assert found == wanted
 
 
 @everywhere
@@ -678,25 +669,23 @@ def test_what_a_loader_cannot_deal_again_is_refused() -> None:
 
 
 @alone
-def test_a_prepared_loader_is_a_loader(world: Ranks) -> None:
-    def program() -> None:
-        sampler = RandomSampler(range(6))
-        plain = feed(range(6), batch_size=2, sampler=sampler)
-        loader = prepare_data_loader(plain)
-        assert isinstance(loader, DataLoader)
-        assert loader.dataset is plain.dataset
-        assert len(loader) == 3
-        assert prepare_data_loader(loader) is loader
-        assert sampler.generator is None, "the user's sampler is left alone"
-        for order in ("torch", "seedable"):
-            with pytest.raises(RuntimeError, match="use_stateful_dataloader"):
-                prepare_data_loader(plain, order=order).state_dict()
-        single: Any = feed(range(3), batch_size=None, sampler=SequentialSampler(range(3)))
-        assert list(prepare_data_loader(single)) == [0, 1, 2]
-        for kind in (WithArguments, DerivedFromIt):
-            assert items(list(prepare_data_loader(kind(4)))) == [[0, 1], [2, 3]]
-
-    assert world.run(program) == [None]
+@on_every_rank
+def test_a_prepared_loader_is_a_loader() -> None:
+    sampler = RandomSampler(range(6))
+    plain = feed(range(6), batch_size=2, sampler=sampler)
+    loader = prepare_data_loader(plain)
+    assert isinstance(loader, DataLoader)
+    assert loader.dataset is plain.dataset
+    assert len(loader) == 3
+    assert prepare_data_loader(loader) is loader
+    assert sampler.generator is None, "the user's sampler is left alone"
+    for order in ("torch", "seedable"):
+        with pytest.raises(RuntimeError, match="use_stateful_dataloader"):
+            prepare_data_loader(plain, order=order).state_dict()
+    single: Any = feed(range(3), batch_size=None, sampler=SequentialSampler(range(3)))
+    assert list(prepare_data_loader(single)) == [0, 1, 2]
+    for kind in (WithArguments, DerivedFromIt):
+        assert items(list(prepare_data_loader(kind(4)))) == [[0, 1], [2, 3]]
 
 
 class Sized(Stream):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import on_every_rank
 from support.rank_worlds import Ranks
 from support.training_models import alone, everywhere, gradient, new_job, numbers, ones, unit_model
 from torch import nn
@@ -19,54 +20,50 @@ from syncprims.training import Accumulator, Precision, prepare, unwrap_model
 
 @alone
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
-def test_a_prepared_model_computes_in_half_and_returns_single(world: Ranks, mode: str) -> None:
-    def program() -> None:
-        inside: list[torch.dtype] = []
+@on_every_rank
+def test_a_prepared_model_computes_in_half_and_returns_single(mode: str) -> None:
+    inside: list[torch.dtype] = []
 
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layer = nn.Linear(2, 2)
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
 
-            def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-                y = self.layer(x)
-                inside.append(y.dtype)
-                return {"y": y}
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            y = self.layer(x)
+            inside.append(y.dtype)
+            return {"y": y}
 
-        accelerator = new_job(mixed_precision=mode)
-        plain = Model()
-        model = accelerator.prepare(plain)
-        assert model(torch.ones(1, 2))["y"].dtype == torch.float32
-        assert copy.deepcopy(model)(torch.ones(1, 2))["y"].dtype == torch.float32
-        half = torch.float16 if mode == "fp16" else torch.bfloat16
-        assert inside == [half, half]
-        with accelerator.autocast():
-            assert plain.layer(torch.ones(1, 2)).dtype == half
-        copied = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-        assert copied(torch.ones(1, 2))["y"].dtype == torch.float32
-        assert inside[-1] == torch.float32
-        layer = accelerator.prepare(nn.Linear(2, 2))
-        again: nn.Module = pickle.loads(pickle.dumps(layer))
-        assert again(torch.ones(1, 2)).dtype == torch.float32
-        assert numbers(unwrap_model(again)) == numbers(layer)
-
-    assert world.run(program) == [None]
+    accelerator = new_job(mixed_precision=mode)
+    plain = Model()
+    model = accelerator.prepare(plain)
+    assert model(torch.ones(1, 2))["y"].dtype == torch.float32
+    assert copy.deepcopy(model)(torch.ones(1, 2))["y"].dtype == torch.float32
+    half = torch.float16 if mode == "fp16" else torch.bfloat16
+    assert inside == [half, half]
+    with accelerator.autocast():
+        assert plain.layer(torch.ones(1, 2)).dtype == half
+    copied = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert copied(torch.ones(1, 2))["y"].dtype == torch.float32
+    assert inside[-1] == torch.float32
+    layer = accelerator.prepare(nn.Linear(2, 2))
+    again: nn.Module = pickle.loads(pickle.dumps(layer))
+    assert again(torch.ones(1, 2)).dtype == torch.float32
+    assert numbers(unwrap_model(again)) == numbers(layer)
 
 
 @alone
-def test_nothing_falls_back_to_full_precision_in_silence(world: Ranks) -> None:
-    def program() -> None:
-        with pytest.raises(syncprims.ConfigurationError, match="int8"):
-            Precision("int8")
-        with pytest.raises(syncprims.ConfigurationError, match="autocast"):
-            Precision("bf16", "meta")
-        with pytest.raises(syncprims.ConfigurationError, match="scaler"):
-            Precision("fp16", scaler={"enabled": False})
-        fp16 = Precision("fp16").state_dict()
-        with pytest.raises(syncprims.ConfigurationError, match="scaler"):
-            Precision("bf16").load_state_dict(fp16)
-
-    assert world.run(program) == [None]
+@on_every_rank
+def test_nothing_falls_back_to_full_precision_in_silence() -> None:
+    with pytest.raises(syncprims.ConfigurationError, match="int8"):
+        Precision("int8")
+    with pytest.raises(syncprims.ConfigurationError, match="autocast"):
+        Precision("bf16", "meta")
+    with pytest.raises(syncprims.ConfigurationError, match="scaler"):
+        Precision("fp16", scaler={"enabled": False})
+    fp16 = Precision("fp16").state_dict()
+    with pytest.raises(syncprims.ConfigurationError, match="scaler"):
+        Precision("bf16").load_state_dict(fp16)
 
 
 @alone
@@ -125,68 +122,63 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world: Ranks, clip: bool)
 
 
 @alone
-def test_a_loaded_state_is_scaled_as_it_was_whatever_was_given_up(world: Ranks) -> None:
+@on_every_rank
+def test_a_loaded_state_is_scaled_as_it_was_whatever_was_given_up() -> None:
     """A step that is not counted yet, and gradients that are unscaled already."""
 
-    def program() -> None:
-        def micro(*, clip: bool = True, step: bool = True) -> None:
-            with job.accumulate(model):
-                optimizer.zero_grad()
-                job.backward(model(ones()).sum())
-                if clip:
-                    job.clip_grad_norm_(model.parameters(), 100.0)
-                if step:
-                    optimizer.step()
+    def micro(*, clip: bool = True, step: bool = True) -> None:
+        with job.accumulate(model):
+            optimizer.zero_grad()
+            job.backward(model(ones()).sum())
+            if clip:
+                job.clip_grad_norm_(model.parameters(), 100.0)
+            if step:
+                optimizer.step()
 
-        def state() -> list[Any]:
-            return copy.deepcopy([part.state_dict() for part in parts])
+    def state() -> list[Any]:
+        return copy.deepcopy([part.state_dict() for part in parts])
 
-        def load(states: list[Any]) -> None:
-            for part, one in zip(parts, states, strict=True):
-                part.load_state_dict(one)
-            job.accumulator.restart()
+    def load(states: list[Any]) -> None:
+        for part, one in zip(parts, states, strict=True):
+            part.load_state_dict(one)
+        job.accumulator.restart()
 
-        job = new_job(mixed_precision="fp16", scaler={"growth_interval": 3})
-        model = unit_model()
-        model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        parts: list[Any] = [model, optimizer, job.accumulator.precision]
+    job = new_job(mixed_precision="fp16", scaler={"growth_interval": 3})
+    model = unit_model()
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    parts: list[Any] = [model, optimizer, job.accumulator.precision]
+    micro()
+    begin = state()
+    micro()
+    wanted = state()
+    options: list[dict[str, bool]] = [{}, {"step": False}, {"clip": False}]
+    for given_up in options:
+        load(copy.deepcopy(begin))
+        micro(**given_up)
+        load(copy.deepcopy(begin))
         micro()
-        begin = state()
-        micro()
-        wanted = state()
-        options: list[dict[str, bool]] = [{}, {"step": False}, {"clip": False}]
-        for given_up in options:
-            load(copy.deepcopy(begin))
-            micro(**given_up)
-            load(copy.deepcopy(begin))
-            micro()
-            assert state() == wanted
-
-    world.run(program)
+        assert state() == wanted
 
 
 @alone
-def test_two_windows_share_one_scale(world: Ranks) -> None:
+@on_every_rank
+def test_two_windows_share_one_scale() -> None:
     """An overflow in the first of them changes the scale when the other one is closed, too."""
-
-    def program() -> None:
-        job = new_job(2, "fp16", scaler={"init_scale": 1024.0})
-        models: Any = job.prepare(unit_model(), unit_model())
-        steps: Any = job.prepare(*(torch.optim.SGD(model.parameters(), lr=1.0) for model in models))
-        scales = []
-        for at in range(4):
-            for number, (model, optimizer) in enumerate(zip(models, steps, strict=True)):
-                with job.accumulate(model):
-                    loss = model(ones()).sum()
-                    job.backward(loss * float("inf") if at == 1 and not number else loss)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                assert job.scaler is not None
-                scales.append(job.scaler.get_scale())
-        assert scales == [1024.0] * 4 + [512.0] * 4
-        assert [numbers(model) for model in models] == [[-1.0], [-2.0]]
-
-    world.run(program)
+    job = new_job(2, "fp16", scaler={"init_scale": 1024.0})
+    models: Any = job.prepare(unit_model(), unit_model())
+    steps: Any = job.prepare(*(torch.optim.SGD(model.parameters(), lr=1.0) for model in models))
+    scales = []
+    for at in range(4):
+        for number, (model, optimizer) in enumerate(zip(models, steps, strict=True)):
+            with job.accumulate(model):
+                loss = model(ones()).sum()
+                job.backward(loss * float("inf") if at == 1 and not number else loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert job.scaler is not None
+            scales.append(job.scaler.get_scale())
+    assert scales == [1024.0] * 4 + [512.0] * 4
+    assert [numbers(model) for model in models] == [[-1.0], [-2.0]]
 
 
 @everywhere
@@ -268,20 +260,18 @@ def test_without_a_scaler_nothing_is_skipped(world: Ranks) -> None:
 
 
 @alone
-def test_between_windows_clipping_does_nothing(world: Ranks) -> None:
-    def program() -> None:
-        model = unit_model()
-        accumulator, _ = scaled(2, model)
-        with accumulator.accumulate(model):
-            accumulator.backward(model(ones()).sum())
-            accumulator.clip_grad_norm_(model.parameters(), 0.1)
-            accumulator.clip_grad_value_(model.parameters(), 0.1)
-            assert gradient(model) == 1024.0
-        with accumulator.accumulate(model):
-            accumulator.backward(model(ones()).sum())
-            accumulator.clip_grad_value_(model.parameters(), 0.1)
-            assert gradient(model) == pytest.approx(0.1)
-        with pytest.raises(ValueError, match="prepared optimizer"):
-            scaled(1)[0].clip_grad_norm_(model.parameters(), 1.0)
-
-    assert world.run(program) == [None]
+@on_every_rank
+def test_between_windows_clipping_does_nothing() -> None:
+    model = unit_model()
+    accumulator, _ = scaled(2, model)
+    with accumulator.accumulate(model):
+        accumulator.backward(model(ones()).sum())
+        accumulator.clip_grad_norm_(model.parameters(), 0.1)
+        accumulator.clip_grad_value_(model.parameters(), 0.1)
+        assert gradient(model) == 1024.0
+    with accumulator.accumulate(model):
+        accumulator.backward(model(ones()).sum())
+        accumulator.clip_grad_value_(model.parameters(), 0.1)
+        assert gradient(model) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="prepared optimizer"):
+        scaled(1)[0].clip_grad_norm_(model.parameters(), 1.0)

@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from conftest import in_processes, several
+from conftest import in_processes, on_every_rank, several
 from support.rank_environment import run_python
 from support.rank_worlds import Ranks
 
@@ -111,17 +111,15 @@ with init() as world:
 
 
 @in_processes
-def test_init_twice_is_one_world_or_an_error(world: Ranks) -> None:
-    def program() -> None:
-        running = sp.current()
-        assert sp.init() is running
-        assert sp.init(running.backend_name) is running
-        with pytest.raises(sp.ConfigurationError, match="runs already"):
-            sp.init("another")
-        with pytest.raises(sp.ConfigurationError, match="runs already"):
-            sp.init(timeout=3)
-
-    world.run(program)
+@on_every_rank
+def test_init_twice_is_one_world_or_an_error() -> None:
+    running = sp.current()
+    assert sp.init() is running
+    assert sp.init(running.backend_name) is running
+    with pytest.raises(sp.ConfigurationError, match="runs already"):
+        sp.init("another")
+    with pytest.raises(sp.ConfigurationError, match="runs already"):
+        sp.init(timeout=3)
 
 
 def test_timeouts_may_be_timedeltas(world: Ranks) -> None:
