@@ -203,54 +203,48 @@ def test_a_backward_pass_outside_of_blocks(world: Ranks) -> None:
 
 
 @alone
-def test_a_new_number_of_steps(world: Ranks) -> None:
-    def program() -> list[bool]:
-        job: Any = Accelerator(gradient_accumulation_steps=2, cpu=True)
-        model = job.prepare(unit_model())
-        seen = []
-        for number in range(7):
-            if number == 3:  # in the middle of a window
-                job.gradient_accumulation_steps = 3
-            with job.accumulate(model):
-                job.backward(model(ones()).mean())
-            seen.append(job.sync_gradients)
-        assert job.gradient_accumulation_steps == 3
-        return seen
-
-    assert world.run(program) == [[False, True, False, False, True, False, False]]
+@on_every_rank
+def test_a_new_number_of_steps() -> None:
+    job: Any = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    model = job.prepare(unit_model())
+    seen = []
+    for number in range(7):
+        if number == 3:  # in the middle of a window
+            job.gradient_accumulation_steps = 3
+        with job.accumulate(model):
+            job.backward(model(ones()).mean())
+        seen.append(job.sync_gradients)
+    assert job.gradient_accumulation_steps == 3
+    assert seen == [False, True, False, False, True, False, False]
 
 
 @alone
-def test_gradients_are_unscaled_once(world: Ranks) -> None:
-    def program() -> list[float]:
-        job = new_job(mixed_precision="fp16", scaler={"init_scale": 4.0})
-        made = []
-        for _ in range(2):
-            plain: Any = unit_model()
-            made.append(job.prepare(plain, torch.optim.SGD(plain.parameters(), lr=1.0)))
-        for model, _ in made:
-            job.backward(model(ones()).mean())
-        (first, optimizer), (second, _) = made
-        job.unscale_gradients(optimizer)
-        job.unscale_gradients(optimizer)
-        before = gradient(second)
-        job.unscale_gradients()
-        return [gradient(first), before, gradient(second)]
-
-    assert world.run(program) == [[1.0, 4.0, 1.0]]
+@on_every_rank
+def test_gradients_are_unscaled_once() -> None:
+    job = new_job(mixed_precision="fp16", scaler={"init_scale": 4.0})
+    made = []
+    for _ in range(2):
+        plain: Any = unit_model()
+        made.append(job.prepare(plain, torch.optim.SGD(plain.parameters(), lr=1.0)))
+    for model, _ in made:
+        job.backward(model(ones()).mean())
+    (first, optimizer), (second, _) = made
+    job.unscale_gradients(optimizer)
+    job.unscale_gradients(optimizer)
+    before = gradient(second)
+    job.unscale_gradients()
+    assert [gradient(first), before, gradient(second)] == [1.0, 4.0, 1.0]
 
 
 @in_pairs
-def test_objects_gathered_for_metrics(world: Ranks) -> None:
-    def program() -> list[Any]:
-        job = Accelerator(cpu=True)
-        rank = job.process_index
-        given: list[Any] = [f"rank {rank}", {"rank": rank}, [rank, "x"], (rank, "x")]
-        return [job.gather_for_metrics(one) for one in given]
-
+@on_every_rank
+def test_objects_gathered_for_metrics() -> None:
+    job = Accelerator(cpu=True)
+    rank = job.process_index
+    given: list[Any] = [f"rank {rank}", {"rank": rank}, [rank, "x"], (rank, "x")]
     listed = [0, "x", 1, "x"]
     wanted = [["rank 0", "rank 1"], [{"rank": 0}, {"rank": 1}], listed, listed]
-    assert world.run(program) == [wanted] * 2
+    assert [job.gather_for_metrics(one) for one in given] == wanted
 
 
 class Best:

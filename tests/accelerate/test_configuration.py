@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from conftest import on_every_rank
 from support.rank_worlds import Ranks
 from support.training_models import (
     alone,
@@ -52,55 +53,51 @@ class Autocast(torch.nn.Module):
 
 
 @alone
-def test_configuration_objects_are_understood(world: Ranks, tmp_path: Path) -> None:
-    def program() -> list[Any]:
-        job = Accelerator(
-            cpu=True,
-            mixed_precision="fp16",
-            dataloader_config=DataLoaderConfiguration(
-                split_batches=True, dispatch_batches=True, even_batches=False, data_seed=3
-            ),
-            gradient_accumulation_plugin=GradientAccumulationPlugin(4),
-            project_config=ProjectConfiguration(str(tmp_path), total_limit=1),
-            kwargs_handlers=[
-                GradScalerKwargs(init_scale=4.0),
-                DistributedDataParallelKwargs(find_unused_parameters=True),
-                AutocastKwargs(enabled=False),
-                InitProcessGroupKwargs(timeout=timedelta(seconds=77)),
-            ],
-            deepspeed_plugin=None,
-        )
-        assert syncprims.current().timeout == 77
-        with job.autocast():
-            assert not torch.is_autocast_enabled("cpu")
-        with job.autocast(AutocastKwargs()):
-            assert torch.is_autocast_enabled("cpu")
-        assert job.prepare(Autocast())(torch.ones(1)) == 0
-        for number in range(3):
-            assert job.project_configuration.iteration == number
-            where = job.save_state()
-            assert Path(where) == tmp_path / f"checkpoints/checkpoint_{number}"
-        assert job.scaler is not None
-        return [
-            (job.split_batches, job.dispatch_batches, job.even_batches),
-            job.preparation.options.loader()["seed"],
-            job.gradient_accumulation_steps,
-            job.scaler.get_scale(),
-            job.preparation.options.ddp,
-            [path.name for path in (tmp_path / "checkpoints").iterdir()],
-            (job.logging_dir, job.project_dir, job.distributed_type),
-        ]
-
-    assert world.run(program) == [
-        [
-            (True, True, False),
-            3,
-            4,
-            4.0,
-            {"find_unused_parameters": True},
-            ["checkpoint_2"],
-            (str(tmp_path), str(tmp_path), "NO"),
-        ]
+@on_every_rank
+def test_configuration_objects_are_understood(tmp_path: Path) -> None:
+    job = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True, dispatch_batches=True, even_batches=False, data_seed=3
+        ),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(4),
+        project_config=ProjectConfiguration(str(tmp_path), total_limit=1),
+        kwargs_handlers=[
+            GradScalerKwargs(init_scale=4.0),
+            DistributedDataParallelKwargs(find_unused_parameters=True),
+            AutocastKwargs(enabled=False),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=77)),
+        ],
+        deepspeed_plugin=None,
+    )
+    assert syncprims.current().timeout == 77
+    with job.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+    with job.autocast(AutocastKwargs()):
+        assert torch.is_autocast_enabled("cpu")
+    assert job.prepare(Autocast())(torch.ones(1)) == 0
+    for number in range(3):
+        assert job.project_configuration.iteration == number
+        where = job.save_state()
+        assert Path(where) == tmp_path / f"checkpoints/checkpoint_{number}"
+    assert job.scaler is not None
+    assert [
+        (job.split_batches, job.dispatch_batches, job.even_batches),
+        job.preparation.options.loader()["seed"],
+        job.gradient_accumulation_steps,
+        job.scaler.get_scale(),
+        job.preparation.options.ddp,
+        [path.name for path in (tmp_path / "checkpoints").iterdir()],
+        (job.logging_dir, job.project_dir, job.distributed_type),
+    ] == [
+        (True, True, False),
+        3,
+        4,
+        4.0,
+        {"find_unused_parameters": True},
+        ["checkpoint_2"],
+        (str(tmp_path), str(tmp_path), "NO"),
     ]
 
 
@@ -144,32 +141,30 @@ def test_what_has_no_equivalent_is_told(world: Ranks) -> None:
 
 
 @everywhere
-def test_calls_that_ask_for_what_is_so_anyway(world: Ranks, tmp_path: Path) -> None:
-    def program() -> list[Any]:
-        job = new_job(project_dir=tmp_path, non_blocking=True)
-        plain: Any = unit_model()
-        sgd: Any = torch.optim.SGD(plain.parameters(), lr=1.0)
-        data: Any = feed(range(7), batch_size=1)
-        stream: Any = DataLoader(Shared(7), batch_size=1)
-        model, optimizer = job.prepare(plain, sgd, device_placement=[True, True])
-        assert job.prepare_model(model, None, evaluation_mode=False) is model
-        assert job.prepare_optimizer(optimizer, device_placement=True) is optimizer
-        loader = job.prepare_data_loader(data, device_placement=None, slice_fn_for_dispatch=None)
-        with job.autocast(autocast_handler=None), job.autocast(AutocastKwargs()):
-            pass
-        before = job.save_iteration
-        job.save_state(safe_serialization=True)
-        job.save_state(tmp_path / "own", True)
-        job.load_state(tmp_path / "own", load_kwargs=None)
-        assert job.should_save_model == job.is_local_main_process
-        return [
-            (before, job.save_iteration, Accelerator(cpu=True).save_iteration),
-            job.non_blocking,
-            (loader.total_dataset_length, job.prepare(stream).total_dataset_length),
-        ]
-
+@on_every_rank
+def test_calls_that_ask_for_what_is_so_anyway(tmp_path: Path) -> None:
+    job = new_job(project_dir=tmp_path, non_blocking=True)
+    plain: Any = unit_model()
+    sgd: Any = torch.optim.SGD(plain.parameters(), lr=1.0)
+    data: Any = feed(range(7), batch_size=1)
+    stream: Any = DataLoader(Shared(7), batch_size=1)
+    model, optimizer = job.prepare(plain, sgd, device_placement=[True, True])
+    assert job.prepare_model(model, None, evaluation_mode=False) is model
+    assert job.prepare_optimizer(optimizer, device_placement=True) is optimizer
+    loader = job.prepare_data_loader(data, device_placement=None, slice_fn_for_dispatch=None)
+    with job.autocast(autocast_handler=None), job.autocast(AutocastKwargs()):
+        pass
+    before = job.save_iteration
+    job.save_state(safe_serialization=True)
+    job.save_state(tmp_path / "own", True)
+    job.load_state(tmp_path / "own", load_kwargs=None)
+    assert job.should_save_model == job.is_local_main_process
     wanted = [(0, 1, 0), True, (7, 7)]
-    assert world.run(program) == [wanted] * world.ranks
+    assert [
+        (before, job.save_iteration, Accelerator(cpu=True).save_iteration),
+        job.non_blocking,
+        (loader.total_dataset_length, job.prepare(stream).total_dataset_length),
+    ] == wanted
 
 
 @everywhere
@@ -195,22 +190,20 @@ def test_a_window_may_span_epochs(world: Ranks) -> None:
 
 
 @in_pairs
-def test_a_later_backward_pass_synchronizes_earlier_forward_passes(world: Ranks) -> None:
-    def program() -> float:
-        job = Accelerator(cpu=True)
-        model: Any = job.prepare(unit_model())
-        with job.no_sync(model):
-            losses = [model(torch.full((1, 1), x + 4.0 * job.process_index)) for x in (1.0, 2.0)]
-            losses[0].mean().backward()
-            assert gradient(model) == 1.0 + 4.0 * job.process_index
-            with job.trigger_sync_in_backward(model):
-                job.backward(losses[1].mean())
-            after = gradient(model)
-            job.backward(model(torch.full((1, 1), float(job.process_index))).mean())
-        assert gradient(model) == after + job.process_index
-        return after
-
-    assert world.run(program) == [1.0 + 2.0 + 4.0] * 2
+@on_every_rank
+def test_a_later_backward_pass_synchronizes_earlier_forward_passes() -> None:
+    job = Accelerator(cpu=True)
+    model: Any = job.prepare(unit_model())
+    with job.no_sync(model):
+        losses = [model(torch.full((1, 1), x + 4.0 * job.process_index)) for x in (1.0, 2.0)]
+        losses[0].mean().backward()
+        assert gradient(model) == 1.0 + 4.0 * job.process_index
+        with job.trigger_sync_in_backward(model):
+            job.backward(losses[1].mean())
+        after = gradient(model)
+        job.backward(model(torch.full((1, 1), float(job.process_index))).mean())
+    assert gradient(model) == after + job.process_index
+    assert after == 1.0 + 2.0 + 4.0
 
 
 class Shared(IterableDataset[Any]):

@@ -92,15 +92,18 @@ def test_questions_that_scripts_ask() -> None:
 
 
 @alone
-def test_whether_there_is_an_accelerator(world: Ranks) -> None:
-    def program() -> list[Any]:
-        before = accelerate.state.is_initialized()
-        job = Accelerator(cpu=True)
-        plugin = AcceleratorState().deepspeed_plugin
-        attributes = (job.device_placement, job.use_seedable_sampler, job.multi_device)
-        return [before, accelerate.state.is_initialized(), plugin, attributes]
-
-    assert world.run(program) == [[False, True, None, (True, False, False)]]
+@on_every_rank
+def test_whether_there_is_an_accelerator() -> None:
+    before = accelerate.state.is_initialized()
+    job = Accelerator(cpu=True)
+    plugin = AcceleratorState().deepspeed_plugin
+    attributes = (job.device_placement, job.use_seedable_sampler, job.multi_device)
+    assert [before, accelerate.state.is_initialized(), plugin, attributes] == [
+        False,
+        True,
+        None,
+        (True, False, False),
+    ]
 
 
 @in_threads
@@ -207,37 +210,35 @@ def test_a_batch_size_that_fits_all_ranks(world: Ranks) -> None:
 
 
 @everywhere
-def test_the_state_of_the_window(world: Ranks) -> None:
-    def program() -> list[Any]:
-        job = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        plain: Any = unit_model()
-        model, optimizer, loader = job.prepare(
-            plain,
-            torch.optim.SGD(plain.parameters(), lr=1.0),
-            feed([torch.ones(1)] * (3 * job.num_processes), batch_size=1),
-        )
-        state, seen = GradientState(), []
-        for batch in loader:
-            with job.accumulate(model):
-                job.backward(model(batch).mean())
-                optimizer.step()
-                optimizer.zero_grad()
-            assert state.active_dataloader is loader
-            assert state.remainder == 0
-            seen.append((state.sync_gradients, state.end_of_dataloader))
-        assert not state.in_dataloader
-        assert (state.num_steps, state.remainder) == (2, -1)
-        assert AcceleratorState().mixed_precision == "no"
-        model(torch.ones(1, 1)).sum().backward()
-        job.sync_gradients = False
-        optimizer.step()
-        before = numbers(model)[0]
-        job.sync_gradients = True
-        optimizer.step()
-        return [seen, before, numbers(model)[0]]
-
+@on_every_rank
+def test_the_state_of_the_window() -> None:
+    job = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    plain: Any = unit_model()
+    model, optimizer, loader = job.prepare(
+        plain,
+        torch.optim.SGD(plain.parameters(), lr=1.0),
+        feed([torch.ones(1)] * (3 * job.num_processes), batch_size=1),
+    )
+    state, seen = GradientState(), []
+    for batch in loader:
+        with job.accumulate(model):
+            job.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert state.active_dataloader is loader
+        assert state.remainder == 0
+        seen.append((state.sync_gradients, state.end_of_dataloader))
+    assert not state.in_dataloader
+    assert (state.num_steps, state.remainder) == (2, -1)
+    assert AcceleratorState().mixed_precision == "no"
+    model(torch.ones(1, 1)).sum().backward()
+    job.sync_gradients = False
+    optimizer.step()
+    before = numbers(model)[0]
+    job.sync_gradients = True
+    optimizer.step()
     windows = [(False, False), (True, False), (True, True)]
-    assert world.run(program) == [[windows, -1.5, -2.5]] * world.ranks
+    assert [seen, before, numbers(model)[0]] == [windows, -1.5, -2.5]
 
 
 @alone

@@ -87,32 +87,30 @@ def test_pending_gradients_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
             job.backward(model(torch.ones(1, 3).double()).sum())
         caplog.clear()
         job.save_state(tmp_path / f"{at}")
-        assert ("save where sync_gradients is true" in caplog.text) == warned
+        assert "save where sync_gradients is true" in caplog.text == warned
     job.load_state(tmp_path / "0")
     assert all(p.grad is None for p in model.parameters())
 
 
 @in_pairs
-def test_a_model_takes_weights_that_it_has_parameters_for(world: Ranks, tmp_path: Path) -> None:
-    def program() -> list[bool]:
-        job = Accelerator(project_dir=tmp_path)
-        saved = job.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
-        job.save_state()
-        taken: list[bool] = []
-        for directory in (None, tmp_path / "checkpoints" / "checkpoint_0"):
-            other = Accelerator(project_dir=tmp_path)
-            parts = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Module())
-            parts.more = torch.nn.Linear(1, 1)
-            model = other.prepare(parts)
-            with pytest.raises(CheckpointError, match=r"more\.weight"):
-                other.load_state(directory)
-            other.load_state(directory, strict=False)
-            mine: Any = other.unwrap_model(model)
-            its: Any = job.unwrap_model(saved)
-            taken.append(torch.equal(mine[0].weight, its[0].weight))
-        return taken
-
-    assert world.run(program) == [[True, True]] * 2
+@on_every_rank
+def test_a_model_takes_weights_that_it_has_parameters_for(tmp_path: Path) -> None:
+    job = Accelerator(project_dir=tmp_path)
+    saved = job.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    job.save_state()
+    taken: list[bool] = []
+    for directory in (None, tmp_path / "checkpoints" / "checkpoint_0"):
+        other = Accelerator(project_dir=tmp_path)
+        parts = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Module())
+        parts.more = torch.nn.Linear(1, 1)
+        model = other.prepare(parts)
+        with pytest.raises(CheckpointError, match=r"more\.weight"):
+            other.load_state(directory)
+        other.load_state(directory, strict=False)
+        mine: Any = other.unwrap_model(model)
+        its: Any = job.unwrap_model(saved)
+        taken.append(torch.equal(mine[0].weight, its[0].weight))
+    assert taken == [True, True]
 
 
 @in_pairs
@@ -240,70 +238,63 @@ def test_a_model_that_hooks_save_is_theirs(world: Ranks, named: bool, tmp_path: 
 
 
 @everywhere
-def test_what_a_hook_makes_of_the_weights_is_saved(world: Ranks, tmp_path: Path) -> None:
-    def program() -> Any:
-        made, first, second = job()
+@on_every_rank
+def test_what_a_hook_makes_of_the_weights_is_saved(tmp_path: Path) -> None:
+    made, first, second = job()
 
-        def double(models: list[Any], weights: list[Any], directory: str) -> None:
-            weights[0] = {name: 2 * tensor for name, tensor in weights[0].items()}
+    def double(models: list[Any], weights: list[Any], directory: str) -> None:
+        weights[0] = {name: 2 * tensor for name, tensor in weights[0].items()}
 
-        hook = made.register_save_state_pre_hook(double)
-        fill(3, first, second)
-        made.save_state(tmp_path / "doubled")
-        hook.remove()
-        made.save_state(tmp_path / "as it is")
-        made.load_state(tmp_path / "doubled")
-        found = values(first, second)
-        made.load_state(tmp_path / "as it is")
-        return found + values(first, second)
-
-    assert world.run(program) == [[6, 3, 3, 3]] * world.ranks
+    hook = made.register_save_state_pre_hook(double)
+    fill(3, first, second)
+    made.save_state(tmp_path / "doubled")
+    hook.remove()
+    made.save_state(tmp_path / "as it is")
+    made.load_state(tmp_path / "doubled")
+    found = values(first, second)
+    made.load_state(tmp_path / "as it is")
+    assert found + values(first, second) == [6, 3, 3, 3]
 
 
 @everywhere
-def test_a_hook_that_raises_on_one_rank_is_told_on_all(world: Ranks, tmp_path: Path) -> None:
-    def program() -> Any:
-        made, first, second = job(tmp_path)
-        fill(3, first, second)
+@on_every_rank
+def test_a_hook_that_raises_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+    made, first, second = job(tmp_path)
+    fill(3, first, second)
+    made.save_state()
+
+    def fail(*offered: Any) -> None:
+        if sp.is_last():
+            raise LookupError("no room for this")
+
+    saving = made.register_save_state_pre_hook(fail)
+    with pytest.raises(sp.CheckpointError, match="LookupError: no room for this") as caught:
         made.save_state()
-
-        def fail(*offered: Any) -> None:
-            if sp.is_last():
-                raise LookupError("no room for this")
-
-        saving = made.register_save_state_pre_hook(fail)
-        with pytest.raises(sp.CheckpointError, match="LookupError: no room for this") as caught:
-            made.save_state()
-        saving.remove()
-        loading = made.register_load_state_pre_hook(fail)
-        with pytest.raises(sp.CheckpointError, match="LookupError: no room for this"):
-            made.load_state()
-        loading.remove()
-        fill(0, first, second)
-        made.load_state()  # what was there still is
-        return caught.value.rank, values(first, second)
-
-    assert world.run(program) == [(world.ranks - 1, [3, 3])] * world.ranks
+    saving.remove()
+    loading = made.register_load_state_pre_hook(fail)
+    with pytest.raises(sp.CheckpointError, match="LookupError: no room for this"):
+        made.load_state()
+    loading.remove()
+    fill(0, first, second)
+    made.load_state()  # what was there still is
+    assert (caught.value.rank, values(first, second)) == (sp.get_world_size() - 1, [3, 3])
 
 
 @everywhere
 @pytest.mark.parametrize("hooked", [True, False])
-def test_a_save_behind_keeps_its_number(world: Ranks, hooked: bool, tmp_path: Path) -> None:
+@on_every_rank
+def test_a_save_behind_keeps_its_number(hooked: bool, tmp_path: Path) -> None:
     """The next save, or load, takes its own number when that is done, and not before."""
-
-    def program() -> Any:
-        made, first, second = job(tmp_path)
-        if hooked:
-            made.register_load_state_pre_hook(lambda models, directory: None)
-        found: list[str] = []
-        for value in (1, 2):
-            fill(value, first, second)
-            found.append(Path(made.save_state(block=False).path).name)
-        fill(0, first, second)
-        made.load_state()
-        return found, values(first, second)
-
-    assert world.run(program) == [(["checkpoint_0", "checkpoint_1"], [2, 2])] * world.ranks
+    made, first, second = job(tmp_path)
+    if hooked:
+        made.register_load_state_pre_hook(lambda models, directory: None)
+    found: list[str] = []
+    for value in (1, 2):
+        fill(value, first, second)
+        found.append(Path(made.save_state(block=False).path).name)
+    fill(0, first, second)
+    made.load_state()
+    assert (found, values(first, second)) == (["checkpoint_0", "checkpoint_1"], [2, 2])
 
 
 @in_pairs

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from conftest import in_processes, several
+from conftest import in_processes, on_every_rank, several
 from support.rank_worlds import Ranks, Scripts
 
 import syncprims as sp
@@ -22,38 +22,34 @@ from syncprims.testing import run_world
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_all_ranks_see_it_at_the_same_check_and_it_stays_set(world: Ranks, lag: int) -> None:
-    def program() -> Any:
-        stop = sp.Trigger("stop", lag=lag)
-        seen = []
-        for step in range(9):
-            if step == 2 and sp.is_last():
-                stop.set("converged")
-                stop.set("said twice")
-            if stop.check():
-                seen.append((step, stop.ranks, stop.reason))
-            if step == 5:
-                stop.clear()
-                sp.barrier()
-                if sp.is_main():
-                    stop.set("again")
-        return seen
-
-    first = [(step, [world.ranks - 1], "converged") for step in range(2 + lag, 6)]
+@on_every_rank
+def test_all_ranks_see_it_at_the_same_check_and_it_stays_set(lag: int) -> None:
+    stop = sp.Trigger("stop", lag=lag)
+    seen = []
+    for step in range(9):
+        if step == 2 and sp.is_last():
+            stop.set("converged")
+            stop.set("said twice")
+        if stop.check():
+            seen.append((step, stop.ranks, stop.reason))
+        if step == 5:
+            stop.clear()
+            sp.barrier()
+            if sp.is_main():
+                stop.set("again")
+    first = [(step, [sp.get_world_size() - 1], "converged") for step in range(2 + lag, 6)]
     again = [(step, [0], "again") for step in range(6 + lag, 9)]
-    assert world.run(program) == [first + again] * world.ranks
+    assert seen == first + again
 
 
-def test_a_set_trigger_needs_no_further_rounds(world: Ranks) -> None:
-    def program() -> Any:
-        stop = sp.Trigger("stop")
-        stop.set()
-        assert stop.check()
-        assert not sp.is_main() or all(stop.check() for _ in range(3))  # of this rank alone
-        stop.clear()
-        return sp.all_gather(stop.reason), stop.check()
-
-    assert world.run(program) == [([None] * world.ranks, False)] * world.ranks
+@on_every_rank
+def test_a_set_trigger_needs_no_further_rounds() -> None:
+    stop = sp.Trigger("stop")
+    stop.set()
+    assert stop.check()
+    assert not sp.is_main() or all(stop.check() for _ in range(3))  # of this rank alone
+    stop.clear()
+    assert (sp.all_gather(stop.reason), stop.check()) == ([None] * sp.get_world_size(), False)
 
 
 def test_signals_are_for_the_main_thread() -> None:
@@ -62,35 +58,31 @@ def test_signals_are_for_the_main_thread() -> None:
 
 
 @several(4)
-def test_ranks_and_reason_are_the_same_everywhere(world: Ranks) -> None:
-    def program() -> Any:
-        stop = sp.Trigger()
-        if sp.get_rank() in (1, 3):
-            stop.set(f"by {sp.get_rank()}")
-        assert stop.check()
-        return stop.ranks, stop.reason
-
-    assert world.run(program) == [([1, 3], "by 1")] * 4
+@on_every_rank
+def test_ranks_and_reason_are_the_same_everywhere() -> None:
+    stop = sp.Trigger()
+    if sp.get_rank() in (1, 3):
+        stop.set(f"by {sp.get_rank()}")
+    assert stop.check()
+    assert (stop.ranks, stop.reason) == ([1, 3], "by 1")
 
 
 @several()
-def test_lagging_checks_mix_with_other_calls(world: Ranks) -> None:
-    def program() -> Any:
-        a, b = sp.Trigger("a", lag=1), sp.Trigger("b", lag=1)
-        many = [sp.Trigger(f"t{i}", lag=1) for i in range(20)]
-        answers = []
-        for step in range(12):
-            if step == 3 and sp.is_main():
-                a.set()
-            if step == 5 and sp.is_last():
-                b.set()
-            answers.append((a.check(), b.check()))
-            assert sp.all_gather(step) == [step] * sp.get_world_size()
-            assert not any(trigger.check() for trigger in many)
-        return answers
-
+@on_every_rank
+def test_lagging_checks_mix_with_other_calls() -> None:
+    a, b = sp.Trigger("a", lag=1), sp.Trigger("b", lag=1)
+    many = [sp.Trigger(f"t{i}", lag=1) for i in range(20)]
+    answers = []
+    for step in range(12):
+        if step == 3 and sp.is_main():
+            a.set()
+        if step == 5 and sp.is_last():
+            b.set()
+        answers.append((a.check(), b.check()))
+        assert sp.all_gather(step) == [step] * sp.get_world_size()
+        assert not any(trigger.check() for trigger in many)
     expected = [(step >= 4, step >= 6) for step in range(12)]
-    assert world.run(program) == [expected] * world.ranks
+    assert answers == expected
 
 
 @several(2)
@@ -114,14 +106,12 @@ def test_a_lagging_check_does_not_wait_for_a_peer_one_check_behind(world: Ranks)
     world.run(program)
 
 
-def test_the_worlds_own_trigger(world: Ranks) -> None:
-    def program() -> Any:
-        answers = [sp.check_trigger()]
-        if sp.is_last():
-            sp.set_trigger("enough")
-        return [*answers, sp.check_trigger(), sp.check_trigger()]
-
-    assert world.run(program) == [[False, True, False]] * world.ranks
+@on_every_rank
+def test_the_worlds_own_trigger() -> None:
+    answers = [sp.check_trigger()]
+    if sp.is_last():
+        sp.set_trigger("enough")
+    assert [*answers, sp.check_trigger(), sp.check_trigger()] == [False, True, False]
 
 
 def test_the_worlds_own_trigger_is_set_before_its_start(scripts: Scripts) -> None:
@@ -173,28 +163,25 @@ def test_a_call_in_a_signal_handler_does_not_start_a_second_world(scripts: Scrip
 
 
 @in_processes
-def test_signals_at_one_time_set_it_and_a_later_one_acts(world: Ranks) -> None:
+@on_every_rank
+def test_signals_at_one_time_set_it_and_a_later_one_acts() -> None:
     """A launcher and the system may each signal every process of a job."""
-
-    def program() -> Any:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        stop = sp.Trigger()
-        stop.set_on_signal(signal.SIGTERM)
-        if sp.is_last():
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
-        seen = stop.check(), stop.ranks, stop.reason
-        stop.clear()
-        assert not stop.check()
-        if sp.is_last():
-            with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-                while True:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    time.sleep(0.05)
-        signal.signal(signal.SIGTERM, before)
-        return seen
-
-    assert world.run(program) == [(True, [world.ranks - 1], "SIGTERM")] * world.ranks
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stop = sp.Trigger()
+    stop.set_on_signal(signal.SIGTERM)
+    if sp.is_last():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    seen = stop.check(), stop.ranks, stop.reason
+    stop.clear()
+    assert not stop.check()
+    if sp.is_last():
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            while True:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.05)
+    signal.signal(signal.SIGTERM, before)
+    assert seen == (True, [sp.get_world_size() - 1], "SIGTERM")
 
 
 def test_a_second_signal_while_python_ends_is_the_same_one() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import several
+from conftest import on_every_rank, several
 from support.rank_worlds import Ranks
 
 import syncprims as sp
@@ -71,14 +71,12 @@ class Word(str, enum.Enum):  # noqa: UP042 - the formatted text of a StrEnum is 
 
 
 @several(2)
-def test_a_member_of_an_enum_is_the_text_that_it_equals(world: Ranks) -> None:
-    def program() -> Any:
-        for call in CALLS.values():
-            call(Word.NAME if sp.is_main() else "name")
-        largest: Any = sp.all_reduce(sp.get_rank(), op=Word.MAX if sp.is_main() else "max")  # type: ignore[call-overload]
-        return largest, sp.all_gather(sp.get_rank())
-
-    assert world.run(program) == [(1, [0, 1])] * 2
+@on_every_rank
+def test_a_member_of_an_enum_is_the_text_that_it_equals() -> None:
+    for call in CALLS.values():
+        call(Word.NAME if sp.is_main() else "name")
+    largest: Any = sp.all_reduce(sp.get_rank(), op=Word.MAX if sp.is_main() else "max")  # type: ignore[call-overload]
+    assert (largest, sp.all_gather(sp.get_rank())) == (1, [0, 1])
 
 
 def reversed_order() -> list[Any]:

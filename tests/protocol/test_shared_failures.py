@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import several
+from conftest import on_every_rank, several
 from support.rank_worlds import Kind, Ranks, Signs
 
 import syncprims as sp
@@ -40,31 +40,26 @@ NO_RESULT: list[tuple[Any, Any, type[Exception]]] = [
 
 @pairs
 @pytest.mark.filterwarnings("ignore")
-def test_values_without_a_result_leave_all_in_step(world: Ranks) -> None:
-    def program() -> list[Any]:
-        seen: list[Any] = []
-        for number, (value, op, error) in enumerate(NO_RESULT):
-            with pytest.raises(error):
-                sp.all_reduce(value, op)
-            seen.append(sp.all_gather((number, sp.get_rank())))
-        return seen
-
-    assert world.run(program) == [[[(n, 0), (n, 1)] for n in range(len(NO_RESULT))]] * 2
+@on_every_rank
+def test_values_without_a_result_leave_all_in_step() -> None:
+    seen: list[Any] = []
+    for number, (value, op, error) in enumerate(NO_RESULT):
+        with pytest.raises(error):
+            sp.all_reduce(value, op)
+        seen.append(sp.all_gather((number, sp.get_rank())))
+    assert seen == [[(n, 0), (n, 1)] for n in range(len(NO_RESULT))]
 
 
 @pairs
-def test_values_without_a_common_result_leave_all_in_step(world: Ranks) -> None:
+@on_every_rank
+def test_values_without_a_common_result_leave_all_in_step() -> None:
     """Keys that are not found again, and a number that is too large for the other's type."""
-
-    def program() -> Any:
-        with pytest.raises(LookupError, match=rf"all_reduce \({HERE}:\d+\): "):
-            sp.all_reduce({math.nan: sp.get_rank()})
-        mine: Any = 10**400 if sp.is_main() else 0.5
-        with pytest.raises(ArithmeticError, match=rf"all_reduce \({HERE}:\d+\): "):
-            sp.all_reduce(mine)
-        return sp.all_gather(sp.get_rank())
-
-    assert world.run(program) == [[0, 1]] * 2
+    with pytest.raises(LookupError, match=rf"all_reduce \({HERE}:\d+\): "):
+        sp.all_reduce({math.nan: sp.get_rank()})
+    mine: Any = 10**400 if sp.is_main() else 0.5
+    with pytest.raises(ArithmeticError, match=rf"all_reduce \({HERE}:\d+\): "):
+        sp.all_reduce(mine)
+    assert sp.all_gather(sp.get_rank()) == [0, 1]
 
 
 def test_a_call_after_a_failed_start_takes_nobodys_place(meeting_place: Path, signs: Signs) -> None:
@@ -316,17 +311,15 @@ def test_whatever_prevents_sending_fails_all(world: Ranks) -> None:
 
 
 @pairs
-def test_no_stack_left_for_a_value_fails_all(world: Ranks) -> None:
-    def program() -> Any:
-        value: Any = 1.0
-        for _ in range(100_000):
-            value = [value]
-        for call in (sp.all_reduce, sp.broadcast, sp.all_gather):
-            error: Any = (RecursionError, sp.EncodingError) if sp.is_main() else sp.PeerFailed
-            with pytest.raises(error):
-                call(value if sp.is_main() else 1.0)
-        while isinstance(value, list):
-            value = value[0]
-        return sp.all_gather(sp.get_rank())
-
-    assert world.run(program) == [[0, 1]] * 2
+@on_every_rank
+def test_no_stack_left_for_a_value_fails_all() -> None:
+    value: Any = 1.0
+    for _ in range(100_000):
+        value = [value]
+    for call in (sp.all_reduce, sp.broadcast, sp.all_gather):
+        error: Any = (RecursionError, sp.EncodingError) if sp.is_main() else sp.PeerFailed
+        with pytest.raises(error):
+            call(value if sp.is_main() else 1.0)
+    while isinstance(value, list):
+        value = value[0]
+    assert sp.all_gather(sp.get_rank()) == [0, 1]

@@ -44,49 +44,45 @@ from syncprims.training import (
 
 
 @everywhere
-def test_the_tail_of_a_prepared_loader_weighs_what_it_holds(world: Ranks) -> None:
-    def program() -> tuple[list[float], float]:
-        accumulator = Accumulator(4)
-        model, optimizer, loader = prepare(
-            *(model := unit_model(), torch.optim.SGD(model.parameters(), lr=1.0)),
-            feed([torch.ones(1)] * (5 * syncprims.get_world_size()), batch_size=1),
-            accumulator=accumulator,
-        )
-        seen = []
-        for batch in loader:
-            with accumulator.accumulate(model):
-                accumulator.backward(model(batch).mean())
-                if accumulator.sync_gradients:
-                    seen.append(gradient(model))
-                optimizer.step()
-                optimizer.zero_grad()
-        return seen, numbers(model)[0]
-
-    assert world.run(program) == [([1.0, 1.0], -2.0)] * world.ranks
+@on_every_rank
+def test_the_tail_of_a_prepared_loader_weighs_what_it_holds() -> None:
+    accumulator = Accumulator(4)
+    model, optimizer, loader = prepare(
+        *(model := unit_model(), torch.optim.SGD(model.parameters(), lr=1.0)),
+        feed([torch.ones(1)] * (5 * syncprims.get_world_size()), batch_size=1),
+        accumulator=accumulator,
+    )
+    seen = []
+    for batch in loader:
+        with accumulator.accumulate(model):
+            accumulator.backward(model(batch).mean())
+            if accumulator.sync_gradients:
+                seen.append(gradient(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (seen, numbers(model)[0]) == ([1.0, 1.0], -2.0)
 
 
 @everywhere
-def test_the_tail_of_any_iterator_weighs_what_it_holds_when_flushed(world: Ranks) -> None:
-    def program() -> list[float]:
-        accumulator, model = Accumulator(4), unit_model()
-        optimizer = prepare(torch.optim.SGD(model.parameters(), lr=1.0), accumulator=accumulator)
-        seen: list[float] = []
-        for _ in range(2):
-            for _ in range(5):
-                with accumulator.accumulate(model):
-                    accumulator.backward(model(ones()).mean())
-                    optimizer.step()
-                    optimizer.zero_grad()
-            assert accumulator.flush()
-            seen.append(gradient(model))
-            optimizer.step()
-            optimizer.zero_grad()
-            assert not accumulator.flush(), "nothing is left"
-            optimizer.step()
-            seen.append(numbers(model)[0])
-        return seen
-
-    assert world.run(program) == [[1.0, -2.0, 1.0, -4.0]] * world.ranks
+@on_every_rank
+def test_the_tail_of_any_iterator_weighs_what_it_holds_when_flushed() -> None:
+    accumulator, model = Accumulator(4), unit_model()
+    optimizer = prepare(torch.optim.SGD(model.parameters(), lr=1.0), accumulator=accumulator)
+    seen: list[float] = []
+    for _ in range(2):
+        for _ in range(5):
+            with accumulator.accumulate(model):
+                accumulator.backward(model(ones()).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert accumulator.flush()
+        seen.append(gradient(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not accumulator.flush(), "nothing is left"
+        optimizer.step()
+        seen.append(numbers(model)[0])
+    assert seen == [1.0, -2.0, 1.0, -4.0]
 
 
 @everywhere
@@ -164,26 +160,24 @@ def test_unequal_numbers_of_tokens_weigh_alike(world: Ranks) -> None:
 
 @everywhere
 @pytest.mark.parametrize("held", [False, True], ids=["broken off", "held open"])
-def test_an_evaluation_inside_of_training_changes_nothing(world: Ranks, held: bool) -> None:
-    def program() -> list[int]:
-        accumulator, model = Accumulator(4), unit_model()
-        ranks = syncprims.get_world_size()
-        train = feed([torch.ones(1)] * (6 * ranks), batch_size=1)
-        evaluate = feed([torch.ones(1)] * (3 * ranks), batch_size=1)
-        model, train, evaluate = prepare(model, train, evaluate, accumulator=accumulator)
-        synced, kept = [], []
-        for step, batch in enumerate(train):
-            with accumulator.accumulate(model):
-                accumulator.backward(model(batch).mean())
-                synced += [step] * accumulator.sync_gradients
-            iterator = iter(evaluate)
-            for seen, _ in enumerate(iterator):
-                if seen == step % 3:
-                    break
-            kept += [iterator] * held
-        return synced
-
-    assert world.run(program) == [[3, 5]] * world.ranks
+@on_every_rank
+def test_an_evaluation_inside_of_training_changes_nothing(held: bool) -> None:
+    accumulator, model = Accumulator(4), unit_model()
+    ranks = syncprims.get_world_size()
+    train = feed([torch.ones(1)] * (6 * ranks), batch_size=1)
+    evaluate = feed([torch.ones(1)] * (3 * ranks), batch_size=1)
+    model, train, evaluate = prepare(model, train, evaluate, accumulator=accumulator)
+    synced, kept = [], []
+    for step, batch in enumerate(train):
+        with accumulator.accumulate(model):
+            accumulator.backward(model(batch).mean())
+            synced += [step] * accumulator.sync_gradients
+        iterator = iter(evaluate)
+        for seen, _ in enumerate(iterator):
+            if seen == step % 3:
+                break
+        kept += [iterator] * held
+    assert synced == [3, 5]
 
 
 def nested(outer: Any, inner: Any) -> Iterator[Any]:
@@ -232,25 +226,23 @@ def test_loaders_close_windows(world: Ranks) -> None:
 
 
 @everywhere
-def test_two_accumulators_do_not_disturb_each_other(world: Ranks) -> None:
-    def program() -> list[list[bool]]:
-        first, second = Accumulator(2), Accumulator(3)
-        one, two = unit_model(), unit_model()
-        seen = []
-        for _ in range(6):
-            with first.accumulate(one):
-                first.backward(one(ones()).mean())
-                with second.accumulate(two):
-                    second.backward(two(ones()).mean())
-            seen.append([first.sync_gradients, second.sync_gradients])
-            if second.sync_gradients:
-                assert gradient(two) == 1.0
-                two.zero_grad()
-        return seen
-
+@on_every_rank
+def test_two_accumulators_do_not_disturb_each_other() -> None:
+    first, second = Accumulator(2), Accumulator(3)
+    one, two = unit_model(), unit_model()
+    seen = []
+    for _ in range(6):
+        with first.accumulate(one):
+            first.backward(one(ones()).mean())
+            with second.accumulate(two):
+                second.backward(two(ones()).mean())
+        seen.append([first.sync_gradients, second.sync_gradients])
+        if second.sync_gradients:
+            assert gradient(two) == 1.0
+            two.zero_grad()
     no, both = [False, False], [True, True]
     wanted = [no, [True, False], [False, True], [True, False], no, both]
-    assert world.run(program) == [wanted] * world.ranks
+    assert seen == wanted
 
 
 class _Pair:
@@ -341,44 +333,45 @@ def test_adversaries_get_their_own_gradients(world: Ranks) -> None:
 
 
 @everywhere
-def test_what_was_prepared_follows_the_job_that_prepares_it_again(world: Ranks) -> None:
-    def program() -> list[Any]:
-        seen: list[Any] = []
-        job = new_job(2)
-        model, optimizer = job.prepare(
-            *(model := unit_model(), torch.optim.SGD(model.parameters(), lr=1.0))
-        )
-        other = new_job(2)
-        for owner in (job, job, other):
-            owner.free_memory()
-            again, same = owner.prepare(model, optimizer)
-            assert same is optimizer
-            assert [*map(id, owner.accumulator.optimizers)] == [id(optimizer)]
-            for _ in range(2):
-                with owner.accumulate(again):
-                    owner.backward(again(ones()).sum())
-                    optimizer.step()
-                    optimizer.zero_grad()
-                seen += numbers(again)
-        return seen
-
-    assert world.run(program) == [[0.0, -1.0, -1.0, -2.0, -2.0, -3.0]] * world.ranks
+@on_every_rank
+def test_what_was_prepared_follows_the_job_that_prepares_it_again() -> None:
+    seen: list[Any] = []
+    job = new_job(2)
+    model, optimizer = job.prepare(
+        *(model := unit_model(), torch.optim.SGD(model.parameters(), lr=1.0))
+    )
+    other = new_job(2)
+    for owner in (job, job, other):
+        owner.free_memory()
+        again, same = owner.prepare(model, optimizer)
+        assert same is optimizer
+        assert [*map(id, owner.accumulator.optimizers)] == [id(optimizer)]
+        for _ in range(2):
+            with owner.accumulate(again):
+                owner.backward(again(ones()).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            seen += numbers(again)
+    assert seen == [0.0, -1.0, -1.0, -2.0, -2.0, -3.0]
 
 
 @with_others
-def test_a_gradient_that_some_ranks_lack_counts_as_zero_there(world: Ranks) -> None:
-    def program() -> list[float | None]:
-        model = nn.ModuleList([unit_model() for _ in range(4)])
-        model[3].weight.requires_grad_(False)
-        accumulator = Accumulator()
-        with accumulator.accumulate(model):
-            loss = model[0](ones()).sum() + model[3](ones()).sum()
-            if syncprims.get_rank() == 1:
-                loss = loss + 4 * model[1](ones()).sum()
-            accumulator.backward(loss)
-        return [None if p.grad is None else float(p.grad) for p in model.parameters()]
-
-    assert world.run(program) == [[1.0, 4.0 / world.ranks, None, None]] * world.ranks
+@on_every_rank
+def test_a_gradient_that_some_ranks_lack_counts_as_zero_there() -> None:
+    model = nn.ModuleList([unit_model() for _ in range(4)])
+    model[3].weight.requires_grad_(False)
+    accumulator = Accumulator()
+    with accumulator.accumulate(model):
+        loss = model[0](ones()).sum() + model[3](ones()).sum()
+        if syncprims.get_rank() == 1:
+            loss = loss + 4 * model[1](ones()).sum()
+        accumulator.backward(loss)
+    assert [None if p.grad is None else float(p.grad) for p in model.parameters()] == [
+        1.0,
+        4.0 / syncprims.get_world_size(),
+        None,
+        None,
+    ]
 
 
 @with_others
@@ -445,35 +438,32 @@ def test_running_means_are_rank_0s_after_each_step(world: Ranks) -> None:
 
 
 @everywhere
-def test_after_a_state_is_loaded_a_plain_loop_trains_as_before(world: Ranks) -> None:
+@on_every_rank
+def test_after_a_state_is_loaded_a_plain_loop_trains_as_before() -> None:
     """What a window holds that is not full is dropped."""
-
-    def program() -> tuple[bool, list[float]]:
-        accumulator = Accumulator(1)
-        model, optimizer = prepare(
-            *(model := unit_model(), torch.optim.SGD(model.parameters(), lr=1.0)),
-            accumulator=accumulator,
-        )
-        with accumulator.accumulate(model):
-            accumulator.backward(model(ones()).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-        accumulator.steps = 2
-        with accumulator.accumulate(model):
-            accumulator.backward(model(ones()).sum())
-        assert accumulator.is_half_full
-        accumulator.steps = 1
-        accumulator.restart()
-        closed, seen = accumulator.sync_gradients, numbers(model)
-        for _ in range(2):  # outside of any block
-            accumulator.backward(model(ones() * (1 + syncprims.get_rank())).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-            seen += numbers(model)
-        return closed, seen
-
-    mean = (world.ranks + 1) / 2
-    assert world.run(program) == [(True, [-1.0, -1 - mean, -1 - 2 * mean])] * world.ranks
+    accumulator = Accumulator(1)
+    model, optimizer = prepare(
+        *(model := unit_model(), torch.optim.SGD(model.parameters(), lr=1.0)),
+        accumulator=accumulator,
+    )
+    with accumulator.accumulate(model):
+        accumulator.backward(model(ones()).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    accumulator.steps = 2
+    with accumulator.accumulate(model):
+        accumulator.backward(model(ones()).sum())
+    assert accumulator.is_half_full
+    accumulator.steps = 1
+    accumulator.restart()
+    closed, seen = accumulator.sync_gradients, numbers(model)
+    for _ in range(2):  # outside of any block
+        accumulator.backward(model(ones() * (1 + syncprims.get_rank())).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += numbers(model)
+    mean = (syncprims.get_world_size() + 1) / 2
+    assert (closed, seen) == (True, [-1.0, -1 - mean, -1 - 2 * mean])
 
 
 @alone
@@ -568,29 +558,27 @@ def test_running_means_go_on_with_the_ranks_that_train(world: Ranks) -> None:
 
 
 @without_ddp
-def test_models_may_grow_after_prepare(world: Ranks) -> None:
-    def program() -> list[float]:
-        accumulator, rank = Accumulator(2), syncprims.get_rank()
-        model: Any = nn.ModuleList([unit_model()])
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, optimizer = prepare(model, optimizer, accumulator=accumulator)
+@on_every_rank
+def test_models_may_grow_after_prepare() -> None:
+    accumulator, rank = Accumulator(2), syncprims.get_rank()
+    model: Any = nn.ModuleList([unit_model()])
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = prepare(model, optimizer, accumulator=accumulator)
 
-        def step() -> None:
-            for _ in range(2):
-                with accumulator.accumulate(model):
-                    x = torch.full((1, 1), float(rank + 1))
-                    accumulator.backward(sum(layer(x) for layer in model).sum())
-                    optimizer.step()
-                    optimizer.zero_grad()
+    def step() -> None:
+        for _ in range(2):
+            with accumulator.accumulate(model):
+                x = torch.full((1, 1), float(rank + 1))
+                accumulator.backward(sum(layer(x) for layer in model).sum())
+                optimizer.step()
+                optimizer.zero_grad()
 
-        step()
-        model.append(unit_model())
-        optimizer.add_param_group({"params": model[1].parameters()})
-        step()
-        return numbers(model)
-
-    mean = (world.ranks + 1) / 2
-    assert world.run(program) == [[-2 * mean, -mean]] * world.ranks
+    step()
+    model.append(unit_model())
+    optimizer.add_param_group({"params": model[1].parameters()})
+    step()
+    mean = (syncprims.get_world_size() + 1) / 2
+    assert numbers(model) == [-2 * mean, -mean]
 
 
 @in_pairs
@@ -629,22 +617,20 @@ def test_a_closure_may_step_many_times(world: Ranks) -> None:
 
 
 @alone
-def test_what_is_forgotten_comes_into_no_new_window(world: Ranks) -> None:
-    def program() -> tuple[float, bool]:
-        new = Accumulator(2)
-        model = unit_model()
-        with new.accumulate(model):
-            new.backward(model(100 * ones()).mean())
-        new.forget()
-        model = unit_model()
-        with new.accumulate(model):
-            new.backward(model(ones()).mean())
-        first = new.sync_gradients
-        with new.accumulate(model):
-            new.backward(model(ones()).mean())
-        return gradient(model), first
-
-    assert world.run(program) == [(1.0, False)]
+@on_every_rank
+def test_what_is_forgotten_comes_into_no_new_window() -> None:
+    new = Accumulator(2)
+    model = unit_model()
+    with new.accumulate(model):
+        new.backward(model(100 * ones()).mean())
+    new.forget()
+    model = unit_model()
+    with new.accumulate(model):
+        new.backward(model(ones()).mean())
+    first = new.sync_gradients
+    with new.accumulate(model):
+        new.backward(model(ones()).mean())
+    assert (gradient(model), first) == (1.0, False)
 
 
 def mine() -> torch.Tensor:
@@ -771,27 +757,24 @@ def test_a_pass_that_fails_leaves_no_trace(world: Ranks) -> None:
 
 
 @everywhere
-def test_losses_divided_by_steps_at_once(world: Ranks) -> None:
+@on_every_rank
+def test_losses_divided_by_steps_at_once() -> None:
     """As in Accelerate: also in the tail, which holds fewer micro-batches."""
-
-    def program() -> tuple[list[float], float]:
-        job = new_job(4)
-        plain: Any = unit_model()
-        model, optimizer, loader = job.prepare(
-            plain,
-            torch.optim.SGD(plain.parameters(), lr=1.0),
-            feed([torch.ones(1)] * (5 * syncprims.get_world_size()), batch_size=1),
-        )
-        seen = []
-        for batch in loader:
-            with job.accumulate(model):
-                job.backward(model(batch).mean())
-                seen.append(gradient(model))
-                optimizer.step()
-                optimizer.zero_grad()
-        return seen, numbers(model)[0]
-
-    assert world.run(program) == [([0.25, 0.5, 0.75, 1.0, 0.25], -1.25)] * world.ranks
+    job = new_job(4)
+    plain: Any = unit_model()
+    model, optimizer, loader = job.prepare(
+        plain,
+        torch.optim.SGD(plain.parameters(), lr=1.0),
+        feed([torch.ones(1)] * (5 * syncprims.get_world_size()), batch_size=1),
+    )
+    seen = []
+    for batch in loader:
+        with job.accumulate(model):
+            job.backward(model(batch).mean())
+            seen.append(gradient(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (seen, numbers(model)[0]) == ([0.25, 0.5, 0.75, 1.0, 0.25], -1.25)
 
 
 @with_others

@@ -148,24 +148,24 @@ def test_streams_are_dealt_like_batches(world: Ranks, workers: int) -> None:
 
 
 @everywhere
-def test_an_object_for_each_item_may_be_a_tensor(world: Ranks) -> None:
+@on_every_rank
+def test_an_object_for_each_item_may_be_a_tensor() -> None:
     """A list of them is cut, and not each of them."""
-
-    def program() -> list[Any]:
-        accelerator = new_job()
-        tensors, boxes = [], []
-        for batch in accelerator.prepare(feed(range(7), batch_size=2)):
-            own = [torch.arange(x, x + 4) for x in batch.tolist()]
-            tensors += accelerator.gather_for_metrics(own, use_gather_object=True)
-            found = [{"boxes": one} for one in own]
-            boxes += accelerator.gather_for_metrics(found, use_gather_object=True)
-            if accelerator.num_processes > 1:
-                with pytest.raises(TypeError, match="gather its parts one by one"):
-                    accelerator.gather_for_metrics((batch, ["a text"]))
-        return [[one.tolist() for one in tensors], [one["boxes"].tolist() for one in boxes]]
-
+    accelerator = new_job()
+    tensors, boxes = [], []
+    for batch in accelerator.prepare(feed(range(7), batch_size=2)):
+        own = [torch.arange(x, x + 4) for x in batch.tolist()]
+        tensors += accelerator.gather_for_metrics(own, use_gather_object=True)
+        found = [{"boxes": one} for one in own]
+        boxes += accelerator.gather_for_metrics(found, use_gather_object=True)
+        if accelerator.num_processes > 1:
+            with pytest.raises(TypeError, match="gather its parts one by one"):
+                accelerator.gather_for_metrics((batch, ["a text"]))
     wanted = [list(range(x, x + 4)) for x in range(7)]
-    assert world.run(program) == [[wanted, wanted]] * world.ranks
+    assert [[one.tolist() for one in tensors], [one["boxes"].tolist() for one in boxes]] == [
+        wanted,
+        wanted,
+    ]
 
 
 class Tables(IterableDataset[torch.Tensor]):
@@ -178,24 +178,21 @@ def tables() -> list[torch.Tensor]:
 
 
 @everywhere
-def test_metrics_of_items_without_batches_are_gathered_whole(world: Ranks) -> None:
+@on_every_rank
+def test_metrics_of_items_without_batches_are_gathered_whole() -> None:
     """An item may have many rows: rows and items are not the same."""
-
-    def program() -> list[Any]:
-        job = new_job(dispatch_batches=False)
-        seen: list[Any] = []
-        for data in (tables(), Tables()):
-            rows, means, texts = [], [], []
-            for table in job.prepare(DataLoader(data, batch_size=None)):  # type: ignore[arg-type]
-                rows += job.gather_for_metrics({"x": [table]})["x"][0].tolist()
-                means += job.gather_for_metrics(table.float().mean()).tolist()
-                texts += job.gather_for_metrics([str(int(row)) for row in table])
-            seen += [rows, means, texts]
-        return seen
-
+    job = new_job(dispatch_batches=False)
+    seen: list[Any] = []
+    for data in (tables(), Tables()):
+        rows, means, texts = [], [], []
+        for table in job.prepare(DataLoader(data, batch_size=None)):  # type: ignore[arg-type]
+            rows += job.gather_for_metrics({"x": [table]})["x"][0].tolist()
+            means += job.gather_for_metrics(table.float().mean()).tolist()
+            texts += job.gather_for_metrics([str(int(row)) for row in table])
+        seen += [rows, means, texts]
     whole = [row for table in tables() for row in table.tolist()]
     wanted = [whole, [2.0, 12.0, 22.0], [str(row) for row in whole]]
-    assert world.run(program) == [wanted * 2] * world.ranks
+    assert seen == wanted * 2
 
 
 @everywhere

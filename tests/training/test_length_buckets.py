@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from conftest import on_every_rank
 from support.rank_worlds import Kind, Ranks
 from support.training_models import WAYS, new_job
 from torch.utils.data import DataLoader, Sampler
@@ -184,10 +185,8 @@ def test_buckets_are_never_mixed(world: Ranks) -> None:
 
 
 @on_few
-def test_batches_that_do_not_come_out_even_are_sent_with_drop_last(world: Ranks) -> None:
-    def program() -> list[int]:
-        job = new_job(split_batches=True, dispatch_batches=True)
-        data: Any = DataLoader(torch.arange(11), batch_size=5, drop_last=True)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-        return gathered(metrics(job, job.prepare(data)))
-
-    assert world.run(program) == [[*range(10)]] * world.ranks
+@on_every_rank
+def test_batches_that_do_not_come_out_even_are_sent_with_drop_last() -> None:
+    job = new_job(split_batches=True, dispatch_batches=True)
+    data: Any = DataLoader(torch.arange(11), batch_size=5, drop_last=True)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    assert gathered(metrics(job, job.prepare(data))) == [*range(10)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import in_processes, several
+from conftest import in_processes, on_every_rank, several
 from safetensors import safe_open
 from support.checkpoint_worlds import Alone, Kept, on_some
 from support.file_faults import watched
@@ -94,14 +94,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @on_some
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_kinds_of_tensors_come_back(world: Ranks, layout: str, tmp_path: Path) -> None:
-    def program() -> tuple[bool, bool]:
-        model, other = Odd(1), Odd(2)
-        save_model(model, tmp_path / "m", **LAYOUTS[layout])
-        load_checkpoint_in_model(other, tmp_path / "m")  # at once: a save has its barrier inside
-        return same(model, other), other.head.weight is other.embed.weight
-
-    assert world.run(program) == [(True, True)] * world.ranks
+@on_every_rank
+def test_all_kinds_of_tensors_come_back(layout: str, tmp_path: Path) -> None:
+    model, other = Odd(1), Odd(2)
+    save_model(model, tmp_path / "m", **LAYOUTS[layout])
+    load_checkpoint_in_model(other, tmp_path / "m")  # at once: a save has its barrier inside
+    assert (same(model, other), other.head.weight is other.embed.weight) == (True, True)
 
 
 @pytest.mark.parametrize("first", LAYOUTS)
@@ -163,18 +161,19 @@ def test_ranks_write_different_shards(world: Ranks, tmp_path: Path) -> None:
 
 
 @several(2)
-def test_what_differs_between_ranks_is_mains(world: Ranks, tmp_path: Path) -> None:
-    def program() -> list[float]:
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-        with torch.no_grad():
-            for tensor in model.state_dict().values():
-                tensor.fill_(7)
-            model[1].running_mean.fill_(sp.get_rank())
-        save_model(model, tmp_path / "m", max_shard_size=32)
-        load_checkpoint_in_model(model, tmp_path / "m")
-        return sorted({float(v) for t in model.state_dict().values() for v in t.reshape(-1)})
-
-    assert world.run(program) == [[0.0, 7.0]] * world.ranks
+@on_every_rank
+def test_what_differs_between_ranks_is_mains(tmp_path: Path) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(7)
+        model[1].running_mean.fill_(sp.get_rank())
+    save_model(model, tmp_path / "m", max_shard_size=32)
+    load_checkpoint_in_model(model, tmp_path / "m")
+    assert sorted({float(v) for t in model.state_dict().values() for v in t.reshape(-1)}) == [
+        0.0,
+        7.0,
+    ]
 
 
 @several(2)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import several
+from conftest import on_every_rank, several
 from support.checkpoint_worlds import Alone, Kept, on_some
 from support.file_faults import watched
 from support.rank_environment import PATIENCE, record_warnings
@@ -365,25 +365,23 @@ def test_another_bit_generator_of_numpy_goes_on(tmp_path: Path, alone: Alone) ->
 
 
 @on_some
-def test_a_save_behind_training_has_the_values_of_its_start(world: Ranks, tmp_path: Path) -> None:
-    def program() -> tuple[float, bool, list[str]]:
-        model, other = nn.Linear(300, 300), nn.Linear(300, 300)
-        kept = Kept({"list": [1], "array": np.ones(3)})
-        with torch.no_grad():
-            model.weight.fill_(1)
-        saving = save_state(tmp_path / "s", {"model": model, "it": kept}, block=False)
-        with torch.no_grad():
-            model.weight.fill_(2)
-        kept.state["list"].append(2)
-        kept.state["array"][:] = 2
-        saving.wait()
-        saving.wait()
-        load_state(tmp_path / "s", {"model": other, "it": kept})
-        left = [t.name for t in threading.enumerate() if t.name == "syncprims-save"]
-        same = kept.state["list"] == [1] and bool((kept.state["array"] == 1).all())
-        return float(other.weight.detach().max()), same and saving.done, left
-
-    assert world.run(program) == [(1.0, True, [])] * world.ranks
+@on_every_rank
+def test_a_save_behind_training_has_the_values_of_its_start(tmp_path: Path) -> None:
+    model, other = nn.Linear(300, 300), nn.Linear(300, 300)
+    kept = Kept({"list": [1], "array": np.ones(3)})
+    with torch.no_grad():
+        model.weight.fill_(1)
+    saving = save_state(tmp_path / "s", {"model": model, "it": kept}, block=False)
+    with torch.no_grad():
+        model.weight.fill_(2)
+    kept.state["list"].append(2)
+    kept.state["array"][:] = 2
+    saving.wait()
+    saving.wait()
+    load_state(tmp_path / "s", {"model": other, "it": kept})
+    left = [t.name for t in threading.enumerate() if t.name == "syncprims-save"]
+    same = kept.state["list"] == [1] and bool((kept.state["array"] == 1).all())
+    assert (float(other.weight.detach().max()), same and saving.done, left) == (1.0, True, [])
 
 
 @on_some
