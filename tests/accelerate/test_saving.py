@@ -203,38 +203,35 @@ def values(*models: nn.Module) -> list[float]:
 
 @everywhere
 @pytest.mark.parametrize("named", [True, False])
-def test_a_model_that_hooks_save_is_theirs(world: Ranks, named: bool, tmp_path: Path) -> None:
+@on_every_rank
+def test_a_model_that_hooks_save_is_theirs(named: bool, tmp_path: Path) -> None:
     """Main saves the second by itself, as pipelines of diffusion models do."""
+    made, first, second = job(tmp_path)
+    where = tmp_path / "state" if named else None
+    own = "own/second.pt"
 
-    def program() -> Any:
-        made, first, second = job(tmp_path)
-        where = tmp_path / "state" if named else None
-        own = "own/second.pt"
+    def before_saving(models: list[Any], weights: list[Any], directory: str) -> None:
+        assert models == [made.unwrap_model(first), made.unwrap_model(second)]
+        if made.is_main_process:
+            (Path(directory) / "own").mkdir()
+            torch.save(weights.pop(), Path(directory) / own)
 
-        def before_saving(models: list[Any], weights: list[Any], directory: str) -> None:
-            assert models == [made.unwrap_model(first), made.unwrap_model(second)]
-            if made.is_main_process:
-                (Path(directory) / "own").mkdir()
-                torch.save(weights.pop(), Path(directory) / own)
+    def before_loading(models: list[Any], directory: str) -> None:
+        weights = torch.load(Path(directory) / own, weights_only=True)
+        made.unwrap_model(models.pop()).load_state_dict(weights)
 
-        def before_loading(models: list[Any], directory: str) -> None:
-            weights = torch.load(Path(directory) / own, weights_only=True)
-            made.unwrap_model(models.pop()).load_state_dict(weights)
-
-        made.register_save_state_pre_hook(before_saving)
-        made.register_load_state_pre_hook(before_loading)
-        fill(3, first, second)
-        made.save_state(where)
-        made.wait_for_everyone()
-        fill(0, first, second)
-        made.load_state(where)
-        directory = where or tmp_path / "checkpoints" / "checkpoint_0"
-        return values(first, second), sorted(p.name for p in directory.glob("*model*"))
-
-    for found, files in world.run(program):
-        assert found == [3, 3]
-        assert any("model_0" in file for file in files)
-        assert not any("model_1" in file for file in files)
+    made.register_save_state_pre_hook(before_saving)
+    made.register_load_state_pre_hook(before_loading)
+    fill(3, first, second)
+    made.save_state(where)
+    made.wait_for_everyone()
+    fill(0, first, second)
+    made.load_state(where)
+    directory = where or tmp_path / "checkpoints" / "checkpoint_0"
+    found, files = values(first, second), sorted(p.name for p in directory.glob("*model*"))
+    assert found == [3, 3]
+    assert any("model_0" in file for file in files)
+    assert not any("model_1" in file for file in files)
 
 
 @everywhere

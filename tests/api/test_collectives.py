@@ -248,16 +248,14 @@ class Shown:
 
 
 @several()
-def test_assert_same_tells_of_what_cannot_be_shown(world: Ranks) -> None:
-    def program() -> str:
-        with pytest.raises(sp.RankMismatch) as caught:
-            sp.assert_same(Shown(sp.is_last()), "value")
-        sp.barrier("still in step")
-        return str(caught.value)
-
-    for said in world.run(program):
-        assert "rank 0: Shown(False)  (digest" in said
-        assert f"rank {world.ranks - 1}: <no text: its __repr__ raised RuntimeError>" in said
+@on_every_rank
+def test_assert_same_tells_of_what_cannot_be_shown() -> None:
+    with pytest.raises(sp.RankMismatch) as caught:
+        sp.assert_same(Shown(sp.is_last()), "value")
+    sp.barrier("still in step")
+    said = str(caught.value)
+    assert "rank 0: Shown(False)  (digest" in said
+    assert f"rank {sp.get_world_size() - 1}: <no text: its __repr__ raised RuntimeError>" in said
 
 
 #: What takes a group.

@@ -87,37 +87,34 @@ def test_the_tail_of_any_iterator_weighs_what_it_holds_when_flushed() -> None:
 
 @everywhere
 @pytest.mark.parametrize("zero_first", [True, False])
-def test_micro_batches_equal_the_full_batch(world: Ranks, zero_first: bool) -> None:
-    def program() -> tuple[list[float], list[float]]:
-        data, ranks = rows(48), syncprims.get_world_size()
-        whole = small_model()
-        plain = torch.optim.AdamW(whole.parameters(), lr=0.1)
-        for x, y in feed(data, batch_size=16):
-            plain.zero_grad()
-            ((whole(x) - y) ** 2).mean().backward()
-            torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-            plain.step()
+@on_every_rank
+def test_micro_batches_equal_the_full_batch(zero_first: bool) -> None:
+    data, ranks = rows(48), syncprims.get_world_size()
+    whole = small_model()
+    plain = torch.optim.AdamW(whole.parameters(), lr=0.1)
+    for x, y in feed(data, batch_size=16):
+        plain.zero_grad()
+        ((whole(x) - y) ** 2).mean().backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        plain.step()
 
-        accumulator, model = Accumulator(4), small_model(seed=syncprims.get_rank())
-        share = small_model().state_dict()
-        if syncprims.is_main():
-            model.load_state_dict(share)  # the others get it from rank 0
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        loader = feed(data, batch_size=4 // ranks)
-        model, optimizer, loader = prepare(model, optimizer, loader, accumulator=accumulator)
-        for x, y in loader:
-            with accumulator(model):
-                if zero_first:
-                    optimizer.zero_grad()
-                accumulator.backward(((model(x) - y) ** 2).mean())
-                accumulator.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                if not zero_first:
-                    optimizer.zero_grad()
-        return numbers(model), numbers(whole)
-
-    for mine, wanted in world.run(program):
-        assert close(mine, wanted)
+    accumulator, model = Accumulator(4), small_model(seed=syncprims.get_rank())
+    share = small_model().state_dict()
+    if syncprims.is_main():
+        model.load_state_dict(share)  # the others get it from rank 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loader = feed(data, batch_size=4 // ranks)
+    model, optimizer, loader = prepare(model, optimizer, loader, accumulator=accumulator)
+    for x, y in loader:
+        with accumulator(model):
+            if zero_first:
+                optimizer.zero_grad()
+            accumulator.backward(((model(x) - y) ** 2).mean())
+            accumulator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            if not zero_first:
+                optimizer.zero_grad()
+    assert close(numbers(model), numbers(whole))
 
 
 @everywhere
@@ -496,49 +493,45 @@ def test_misuse_is_told() -> None:
 
 @everywhere
 @pytest.mark.parametrize(("steps", "main_is_last"), [(1, True), (1, False), (3, True), (3, False)])
-def test_ranks_may_run_out_of_data(world: Ranks, steps: int, main_is_last: bool) -> None:
+@on_every_rank
+def test_ranks_may_run_out_of_data(steps: int, main_is_last: bool) -> None:
     """And in the micro-batch after it, all have data again."""
+    rank, ranks = syncprims.get_rank(), syncprims.get_world_size()
+    table = rows(6 * ranks)
+    data = [table[i] for i in range(6 * ranks)]
+    counts = [5 - (r if main_is_last else ranks - 1 - r) for r in range(ranks)]
+    mine = [data[rank + ranks * i] for i in range(counts[rank])]
+    accumulator, model, whole = Accumulator(steps), small_model(), small_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    model, optimizer, schedule = prepare(model, optimizer, schedule, accumulator=accumulator)
 
-    def program() -> tuple[list[float], list[float], Any]:
-        rank, ranks = syncprims.get_rank(), syncprims.get_world_size()
-        table = rows(6 * ranks)
-        data = [table[i] for i in range(6 * ranks)]
-        counts = [5 - (r if main_is_last else ranks - 1 - r) for r in range(ranks)]
-        mine = [data[rank + ranks * i] for i in range(counts[rank])]
-        accumulator, model, whole = Accumulator(steps), small_model(), small_model()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        model, optimizer, schedule = prepare(model, optimizer, schedule, accumulator=accumulator)
+    def train(batches: list[tuple[torch.Tensor, ...]]) -> None:
+        for x, y in batches:
+            with accumulator.accumulate(model):
+                accumulator.backward((model(x) - y).square().sum(), weight=1)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
 
-        def train(batches: list[tuple[torch.Tensor, ...]]) -> None:
-            for x, y in batches:
-                with accumulator.accumulate(model):
-                    accumulator.backward((model(x) - y).square().sum(), weight=1)
-                    optimizer.step()
-                    schedule.step()
-                    optimizer.zero_grad()
-
-        with join_uneven_inputs(accumulator):
-            train(mine)
-        train([data[rank + ranks * 5]])
-        plain = torch.optim.Adam(whole.parameters(), lr=0.1)
-        for first in range(0, 6, steps):
-            held = [
-                data[r + ranks * i]
-                for i in range(first, first + steps)
-                for r in range(ranks)
-                if i < counts[r] or i == 5
-            ]
-            plain.zero_grad()
-            for x, y in held:
-                ((whole(x) - y).square().sum() / len(held)).backward()
-            plain.step()
-            plain.param_groups[0]["lr"] *= 0.9
-        return numbers(model), numbers(whole), optimizer.state_dict()["param_groups"][0]["lr"]
-
-    for mine, wanted, rate in world.run(program):
-        assert close(mine, wanted, within=1e-10)
-        assert rate == pytest.approx(0.1 * 0.9 ** (6 // steps))
+    with join_uneven_inputs(accumulator):
+        train(mine)
+    train([data[rank + ranks * 5]])
+    plain = torch.optim.Adam(whole.parameters(), lr=0.1)
+    for first in range(0, 6, steps):
+        held = [
+            data[r + ranks * i]
+            for i in range(first, first + steps)
+            for r in range(ranks)
+            if i < counts[r] or i == 5
+        ]
+        plain.zero_grad()
+        for x, y in held:
+            ((whole(x) - y).square().sum() / len(held)).backward()
+        plain.step()
+        plain.param_groups[0]["lr"] *= 0.9
+    assert close(numbers(model), numbers(whole), within=1e-10)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9 ** (6 // steps))
 
 
 @in_pairs
@@ -671,43 +664,39 @@ def test_buffers_are_mains_after_a_backward_outside_of_any_block(world: Ranks) -
 
 
 @everywhere
-def test_a_plain_backward_averages(world: Ranks) -> None:
-    def program() -> list[float]:
-        job = new_job()
-        model: Any = job.prepare(unit_model())
-        seen = []
-        for _ in range(2):  # without a zero_grad, gradients add up
-            model(mine()).sum().backward()
-            seen.append(gradient(model))
-        with job.no_sync(model):
-            model(mine()).sum().backward()
+@on_every_rank
+def test_a_plain_backward_averages() -> None:
+    job = new_job()
+    model: Any = job.prepare(unit_model())
+    seen = []
+    for _ in range(2):  # without a zero_grad, gradients add up
+        model(mine()).sum().backward()
         seen.append(gradient(model))
-        if job.use_distributed:
-            model.zero_grad()
-            with model.no_sync():
-                model(mine()).sum().backward()
-            seen[-1] = 2 * mean_of(job.num_processes) + gradient(model)
-        return seen
-
-    mean = mean_of(world.ranks)
-    for rank, seen in enumerate(world.run(program)):
-        assert seen == [mean, 2 * mean, 2 * mean + rank + 1]
+    with job.no_sync(model):
+        model(mine()).sum().backward()
+    seen.append(gradient(model))
+    if job.use_distributed:
+        model.zero_grad()
+        with model.no_sync():
+            model(mine()).sum().backward()
+        seen[-1] = 2 * mean_of(job.num_processes) + gradient(model)
+    mean = mean_of(syncprims.get_world_size())
+    rank = syncprims.get_rank()
+    assert seen == [mean, 2 * mean, 2 * mean + rank + 1]
 
 
 @everywhere
-def test_a_plain_backward_in_a_window_averages_when_it_closes(world: Ranks) -> None:
-    def program() -> list[float]:
-        job = new_job(2)
-        model: Any = job.prepare(unit_model())
-        seen = []
-        for _ in range(2):
-            with job.accumulate(model):
-                (model(mine()).sum() / 2).backward()
-                seen.append(gradient(model))
-        return seen
-
-    for rank, seen in enumerate(world.run(program)):
-        assert seen == [(rank + 1) / 2, mean_of(world.ranks)]
+@on_every_rank
+def test_a_plain_backward_in_a_window_averages_when_it_closes() -> None:
+    job = new_job(2)
+    model: Any = job.prepare(unit_model())
+    seen = []
+    for _ in range(2):
+        with job.accumulate(model):
+            (model(mine()).sum() / 2).backward()
+            seen.append(gradient(model))
+    rank = syncprims.get_rank()
+    assert seen == [(rank + 1) / 2, mean_of(syncprims.get_world_size())]
 
 
 @with_others
