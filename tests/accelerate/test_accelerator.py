@@ -91,9 +91,7 @@ def test_prepare_keeps_order_and_hands_on_what_it_does_not_know() -> None:
     [(0, 4, [0, 1]), (3, 4, [3, 3]), (0, 1, [0, 0])],
     ids=["one for each", "chosen by the program", "shared"],
 )
-def test_the_current_device(
-    current: int, devices: int, used: list[int], meeting_place: Path
-) -> None:
+def test_current_device(current: int, devices: int, used: list[int], meeting_place: Path) -> None:
     """The first device is current by default: then each local rank takes its own."""
 
     def program() -> list[int | None]:

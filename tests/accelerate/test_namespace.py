@@ -31,24 +31,16 @@ in_threads = pytest.mark.parametrize(
     ("module", "name", "said"),
     [
         ("", "DeepSpeedPlugin", "fully_shard"),
-        ("", "FullyShardedDataParallelPlugin", "fully_shard"),
         (".utils", "MegatronLMPlugin", "there is none"),
-        (".utils", "FP8RecipeKwargs", "bf16"),
         ("", "cpu_offload", "load_checkpoint_in_model"),
         (".big_modeling", "dispatch_model", "device_map"),
-        ("", "infer_auto_device_map", "device_map"),
-        (".utils", "get_balanced_memory", "device_map"),
         (".utils", "DummyOptim", "DeepSpeed"),
         (".tracking", "CometMLTracker", "log_with"),
         ("", "ParallelismConfig", "torch's own means"),
         (".utils.modeling", "get_max_layer_size", "device_map"),
         (".data_loader", "SkipDataLoader", "skip_first_batches"),
-        (".data_loader", "IterableDatasetShard", "prepare"),
-        (".data_loader", "DataLoaderShard", "prepare"),
         (".data_loader", "BatchSamplerShard", "prepare"),
         (".utils", "find_tied_parameters", "accelerate.utils"),
-        (".utils", "patch_environment", "accelerate.utils"),
-        (".utils.dataclasses", "DeepSpeedPlugin", "fully_shard"),
         (".hooks", "SequentialHook", "register_forward_hook"),
         (".checkpointing", "load_accelerator_state", "load_state"),
     ],
@@ -168,27 +160,15 @@ def test_a_job_is_one_object() -> None:
 
 
 @in_threads
-def test_operations(world: Ranks) -> None:
-    def program() -> list[Any]:
-        state = PartialState(cpu=True)
-        assert PartialState().__dict__ is state.__dict__
-        rank = state.process_index
-        objects = [f"from {rank}", rank]
-        batch = {"x": torch.ones(2, 3), "y": [torch.zeros(2)]}
-        assert utils.find_batch_size(batch) == 2
-        assert utils.send_to_device(batch, "meta", skip_keys="y")["y"][0].device.type == "cpu"
-        return [
-            utils.gather_object([rank]),
-            utils.broadcast_object_list(objects),
-            utils.reduce(torch.tensor([1.0 + rank])).tolist(),
-            utils.gather(torch.tensor([rank])).tolist(),
-            utils.pad_across_processes(torch.ones(1 + rank)).tolist(),
-        ]
-
-    rows = world.run(program)
-    for rank, row in enumerate(rows):
-        padded = [1.0, 1.0 * rank]
-        assert row == [[0, 1], ["from 0", 0], [1.5], [0, 1], padded]
+@on_every_rank
+def test_operations() -> None:
+    """What Accelerate's own script of operations does not try."""
+    state = PartialState(cpu=True)
+    assert PartialState().__dict__ is state.__dict__
+    assert utils.broadcast_object_list([f"from {state.process_index}", 1]) == ["from 0", 1]
+    batch = {"x": torch.ones(2, 3), "y": [torch.zeros(2)]}
+    assert utils.find_batch_size(batch) == 2
+    assert utils.send_to_device(batch, "meta", skip_keys="y")["y"][0].device.type == "cpu"
 
 
 @in_threads

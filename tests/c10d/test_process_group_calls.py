@@ -10,7 +10,6 @@ import torch
 from conftest import in_processes, on_every_rank, several
 from support.process_groups import dist, process_group, seconds
 from support.rank_worlds import Ranks
-from torch.nn.parallel import DistributedDataParallel
 
 import syncprims as sp
 
@@ -311,28 +310,3 @@ def test_modes_of_the_dispatcher_see_every_call(world: Ranks) -> None:
     calls = "allreduce", "_allgather_base", "allgather_into_tensor_coalesced", "reduce_scatter"
     counts = {f"c10d.{call}_": 1 for call in calls}
     assert world.run(program) == [(counts, [4.0, 4.0])] * 2
-
-
-@several(2)
-def test_functional_collectives_and_training(world: Ranks) -> None:
-    def program() -> list[float]:
-        import torch.distributed._functional_collectives as functional
-
-        rank = sp.get_rank()
-        with process_group():
-            everyone: Any = dist.group.WORLD
-            gathered = functional.all_gather_tensor(torch.tensor([rank]), 0, everyone)
-            assert gathered.tolist() == [0, 1]
-            reduced = functional.all_reduce(torch.tensor([rank + 1]), "sum", everyone)
-            assert reduced.item() == 3
-            torch.manual_seed(0)
-            model = DistributedDataParallel(torch.nn.Linear(4, 2))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-            for _ in range(3):
-                optimizer.zero_grad()
-                model(torch.full((2, 4), rank + 1.0)).sum().backward()
-                optimizer.step()
-            return [round(p.detach().sum().item(), 4) for p in model.parameters()]
-
-    results = world.run(program)
-    assert results[0] == results[1]

@@ -61,9 +61,7 @@ def test_a_run_that_was_written_down_starts(tmp_path: Path, clean: dict[str, str
         (["/dev/stdin"], "/dev/stdin is the standard input"),
     ],
 )
-def test_impossible_scripts(
-    tmp_path: Path, clean: dict[str, str], line: list[str], words: str
-) -> None:
+def test_bad_scripts(tmp_path: Path, clean: dict[str, str], line: list[str], words: str) -> None:
     done = call("run", "-n", "3", *line, env=clean, cwd=tmp_path, stdin=subprocess.DEVNULL)
     assert done.returncode == 2
     assert done.stderr.count(words) == 1

@@ -61,9 +61,7 @@ STARTS: list[tuple[str, dict[str, str], tuple[Any, ...], list[str]]] = [
 @pytest.mark.parametrize(
     ("environ", "expected", "words"), [s[1:] for s in STARTS], ids=[s[0] for s in STARTS]
 )
-def test_variables_decide(
-    environ: dict[str, str], expected: tuple[Any, ...], words: list[str]
-) -> None:
+def test_decisions(environ: dict[str, str], expected: tuple[Any, ...], words: list[str]) -> None:
     world = env.preview(environ)
     assert world["error"] is None
     place = world["topology"]

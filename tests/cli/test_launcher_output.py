@@ -204,21 +204,15 @@ def test_no_rank_is_first_in_a_mismatch(launches: Launches) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (
-            "barrier()\nraise ValueError('all of us')",
-            "ranks 0-3 failed together (exit code 1): ValueError: all",
-        ),
-        (
-            "assert_same(get_rank(), 'seed')",
-            "ranks 0-3 failed together (exit code 1): RankMismatch",
-        ),
-        ("barrier()\nis_main() and barrier()\nsys.exit(4)", "ranks 1-3 failed together (exit"),
+        ("barrier()\nraise ValueError('all of us')", "0-3 failed together (exit code 1): ValueErr"),
+        ("assert_same(get_rank(), 'seed')", "0-3 failed together (exit code 1): RankMismatch"),
+        ("barrier()\nis_main() and barrier()\nsys.exit(4)", "1-3 failed together (exit"),
     ],
 )
 def test_ranks_with_one_error_share_a_line(launches: Launches, source: str, said: str) -> None:
     done = launches.run(f"{source}\n", n=4)
     assert done.code in (1, 4)
-    assert sum(line.startswith(f"syncprims run: {said}") for line in done.report) == 1
+    assert sum(line.startswith(f"syncprims run: ranks {said}") for line in done.report) == 1
     assert "failed, too" not in done.err
 
 

@@ -36,9 +36,7 @@ WAIT = "if get_rank() != 1: barrier('saved')\n"
     ("ending", "how", "late"),
     [*((*one, "") for one in ENDINGS), (*ENDINGS[1], "if is_main(): time.sleep(0.3)\n")],
 )
-def test_our_launcher_tells_the_others(
-    launches: Launches, ending: str, how: str, late: str
-) -> None:
+def test_our_launcher_names_it(launches: Launches, ending: str, how: str, late: str) -> None:
     done = launches.run(f"{late}if get_rank() == 1:\n    {ending}\n{WAIT}")
     assert done.code != 0
     told = [line for line in done.err.splitlines() if "PeerLost: rank 1 ended" in line]
@@ -218,9 +216,7 @@ def test_ranks_of_torchrun_record_it(launches: Launches, meeting_place: Path, ba
     assert "rank 1 ended" in said
 
 
-def test_who_joined_at_a_store_has_called(
-    launches: Launches, meeting_place: Path, tmp_path: Path
-) -> None:
+def test_who_joined_at_a_store(launches: Launches, meeting_place: Path, tmp_path: Path) -> None:
     launches.write(GIVES_UP.format(sign=str(tmp_path / "given up")) + "barrier('saved')\n")
     said = torchrun(launches, "torch", meeting_place)
     assert "rank 1 joined and ended" in said

@@ -502,7 +502,7 @@ def test_an_exception_at_every_instruction_of_threads(call: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("backend", ["file", "traced file", "torch"])
-def test_exceptions_in_processes(
+def test_anywhere_in_processes(
     call: str, backend: str, meeting_place: Path, tmp_path: Path
 ) -> None:
     world = Ranks(Kind(backend.split()[-1], 2), meeting_place, patience=1800)

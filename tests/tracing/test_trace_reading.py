@@ -350,9 +350,7 @@ def test_the_picture_shows_the_straggler(ranks: int, tmp_path: Path, plant: Plan
     assert rows_late.sum() == pytest.approx((rows_waiting | rows_late).sum() / ranks, rel=0.35)
 
 
-def test_without_matplotlib(
-    planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_matplotlib(planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(BackendUnavailable, match=r"pip install '\.\[trace\]'.*trace\.json"):
         draw_image(analysis_of(planted), tmp_path / "no.png")

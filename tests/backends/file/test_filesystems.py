@@ -27,16 +27,13 @@ MOUNTINFO = r"""
 25 24 0:23 / /dev/shm rw,nosuid,nodev shared:4 - tmpfs tmpfs rw,size=24684084k
 27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
 40 27 0:45 / /home rw,relatime shared:23 master:2 - nfs4 filer:/vol/home rw,vers=4.2,hard
-41 27 0:46 / /old rw,relatime - nfs filer:/vol/old rw,vers=3,nolock,local_lock=all
 42 27 0:47 / /lustre/work rw,flock - lustre 10.0.0.1@o2ib:/work rw,localflock
 43 27 0:48 / /mnt/win rw - cifs //server/share rw,vers=3.1.1
 45 27 0:50 / /mnt/ssh rw - fuse.sshfs me@there: rw,user_id=1000
 47 27 0:52 / /mnt/c rw - 9p C:\134 rw,dirsync,aname=drvfs
 49 27 0:54 / /gpfs/fs1 rw - gpfs fs1 rw
-52 27 0:57 / /var/lib/docker/merged rw - overlay overlay rw,lowerdir=/l,upperdir=/u,workdir=/w
 53 27 0:45 /me/data\040sets /data\040sets rw - nfs4 filer:/vol/home rw
 61 27 0:66 / /mnt/ntfs rw - fuseblk /dev/sda2 rw
-62 27 0:67 / /mnt/fuse rw - fuse something rw
 63 27 0:68 / /tab\011new\012line\134 rw optional:1 another:2 - lustre x rw
 this line is odd
 64 27 0:69 / /short
@@ -47,16 +44,13 @@ MOUNTS = [
     (25, "/dev/shm", "tmpfs", False),
     (27, "/", "ext4", False),
     (40, "/home", "nfs4", True),
-    (41, "/old", "nfs", True),
     (42, "/lustre/work", "lustre", True),
     (43, "/mnt/win", "cifs", True),
     (45, "/mnt/ssh", "fuse.sshfs", True),
     (47, "/mnt/c", "9p", True),
     (49, "/gpfs/fs1", "gpfs", True),
-    (52, "/var/lib/docker/merged", "overlay", False),
     (53, "/data sets", "nfs4", True),
     (61, "/mnt/ntfs", "fuseblk", False),
-    (62, "/mnt/fuse", "fuse", False),
     (63, "/tab\tnew\nline\\", "lustre", True),
 ]
 

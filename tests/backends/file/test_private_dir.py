@@ -101,9 +101,7 @@ BASES: list[tuple[str, Callable[[Place], object], str]] = [
 
 
 @pytest.mark.parametrize(("plant", "says"), [b[1:] for b in BASES], ids=[b[0] for b in BASES])
-def test_places_others_can_change(
-    place: Place, plant: Callable[[Place], object], says: str
-) -> None:
+def test_places_of_others(place: Place, plant: Callable[[Place], object], says: str) -> None:
     plant(place)
     said = outcome_of(place.base)
     assert said.startswith("ConfigurationError")

@@ -281,19 +281,6 @@ def test_a_rank_killed_while_it_joins_makes_room(meeting_place: Path, signs: Sig
         assert world.run_alone(program, **store.variables) == [[0, 1]] * 2
 
 
-def test_worlds_one_after_another(meeting_place: Path) -> None:
-    def program() -> list[list[int]]:
-        seen: list[list[int]] = []
-        for _ in range(5):
-            with sp.init():
-                seen.append(sp.all_gather(sp.get_rank()))
-        return seen
-
-    world = Ranks(Kind("torch", 4, hosts=2), meeting_place)
-    assert world.run_alone(program) == [[[0, 1, 2, 3]] * 5] * 4
-    world.check_nothing_left()
-
-
 def counting(program: Callable[[Counter[str]], Any]) -> Callable[[], Any]:
     """Have `program` run with a count of all that this rank asks of a store."""
 

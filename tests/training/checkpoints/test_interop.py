@@ -64,9 +64,7 @@ def minilm() -> MiniLM:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_our_files_are_read(
-    minilm: MiniLM, layout: str, tmp_path: Path, meeting_place: Path
-) -> None:
+def test_files_are_read(minilm: MiniLM, layout: str, tmp_path: Path, meeting_place: Path) -> None:
     folder = tmp_path / "m"
     ranks = Ranks(Kind("single", 1), meeting_place)
     ranks.run(lambda: save_model(minilm.model, folder, **LAYOUTS[layout]))
