@@ -182,6 +182,13 @@ def on_every_rank(program: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
+def seeds(daily: list[range], soak: range) -> pytest.MarkDecorator:
+    """Parametrize by seeds: those of every day, and those of `make soak`, so many in each test."""
+    parts = [range(first, first + soak.step) for first in soak]
+    long = [pytest.param(part, marks=pytest.mark.soak) for part in parts]
+    return pytest.mark.parametrize("seeds", [*daily, *long], ids=str)
+
+
 def several(*ranks: int) -> pytest.MarkDecorator:
     """Parametrize by worlds with more than one rank."""
     kinds = [kind for kind in KINDS if kind.ranks in (ranks or (2, 4))]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import on_every_rank
 from safetensors.torch import load, load_file
+from support.checkpoint_worlds import Kept
 from support.rank_worlds import Kind, Ranks
 from support.training_models import (
     alone,
@@ -245,31 +246,20 @@ def test_objects_gathered_for_metrics() -> None:
     assert [job.gather_for_metrics(one) for one in given] == wanted
 
 
-class Best:
-    def __init__(self, value: int = 1) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
-
-
 @alone
 @on_every_rank
 def test_checkpoints_of_a_project_and_elsewhere(tmp_path: Path) -> None:
     """Numbers go on, registered objects have names, and the project may move."""
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     job, again = Accelerator(cpu=True, project_config=project), Accelerator(cpu=True)
-    job.register_for_checkpointing(first=Best(1), second=Best(2))
+    job.register_for_checkpointing(first=Kept(1), second=Kept(2))
     job.save_state(tmp_path / "mine")
     assert not (tmp_path / "checkpoints").exists()
-    one, two = Best(0), Best(0)
+    one, two = Kept(0), Kept(0)
     again.register_for_checkpointing(second=two)
     again.register_for_checkpointing(first=one)
     again.load_state(tmp_path / "mine")
-    assert (one.value, two.value) == (1, 2)
+    assert (one.state, two.state) == (1, 2)
     job.project_configuration.iteration = 7
     job.save_state()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_7"]

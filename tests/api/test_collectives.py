@@ -20,26 +20,10 @@ from support.rank_worlds import PATIENCE, Ranks
 import syncprims as sp
 
 VALUES: list[Any] = [
-    None,
-    True,
-    0,
-    -1,
-    2**70,
-    -(2**63),
-    1.5,
-    math.inf,
-    1 + 2j,
-    "",
-    "héllo \ud800",
-    b"\x00\xff",
-    [1, [2, [3]]],
-    (1, "two", None),
-    {"a": 1, 2: (3.0,), None: []},
-    {1, 2, 3},
-    frozenset({"x"}),
-    Path("/some/where"),
-    "x" * 200_000,
-]
+    None, True, 0, -1, 2**70, -(2**63), 1.5, math.inf, 1 + 2j, "", "héllo \ud800", b"\x00\xff",
+    [1, [2, [3]]], (1, "two", None), {"a": 1, 2: (3.0,), None: []}, {1, 2, 3}, frozenset({"x"}),
+    Path("/some/where"), "x" * 200_000,
+]  # fmt: skip
 
 
 def test_queries_know_the_place(world: Ranks) -> None:

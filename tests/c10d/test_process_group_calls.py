@@ -18,20 +18,10 @@ pytestmark = [in_processes, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 SMALL, LARGE = 3, 70_000  # items: in a note, and through a transport
 DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8,
+    torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128,
     torch.float8_e4m3fn,
-]
+]  # fmt: skip
 REDUCTIONS: dict[str, Any] = {
     "SUM": lambda x: x.sum(0),
     "AVG": lambda x: x.mean(0),

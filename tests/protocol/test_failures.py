@@ -521,7 +521,7 @@ def test_the_first_calls_own_timeout_bounds_the_join(meeting_place: Path, signs:
     assert first == last == ("SyncTimeout", [1], True)
 
 
-@pytest.mark.parametrize("start", ["first thread", "pool", "timer"])
+@pytest.mark.parametrize("start", ["first thread", "pool"])
 def test_a_thread_that_has_not_called_yet_is_no_deadlock(start: str, meeting_place: Path) -> None:
     """It comes late to a group, which the main thread has used, or no thread."""
 
@@ -535,12 +535,8 @@ def test_a_thread_that_has_not_called_yet_is_no_deadlock(start: str, meeting_pla
                 time.sleep(2.5)  # long enough for the others to look around
                 pair.barrier("pair")
 
-            thread = threading.Thread(target=later)
-            pool, timer = ThreadPoolExecutor(1), threading.Timer(2.5, pair.barrier, ("pair",))
-            if start == "pool":
-                pool.submit(later)
-            else:
-                (thread if start == "first thread" else timer).start()
+            pool = ThreadPoolExecutor(1)
+            pool.submit(later) if start == "pool" else threading.Thread(target=later).start()
             sp.barrier("all")
             pool.shutdown()
         else:

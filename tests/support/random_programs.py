@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import os
+import pprint
 import random
 import select
 import signal
@@ -267,25 +268,6 @@ def _agreement(history: History) -> Iterator[str]:
         for event in events:
             if event.what == "exit" and needs[event.step] >= torn:
                 yield f"rank {rank} passed step {event.step}, where others got a verdict"
-
-
-def show(history: History) -> str:
-    """Return the history as text, by rank, with times relative to its first event."""
-    begin = min((event.at for events in history.events for event in events), default=0)
-
-    def clock(at: int) -> str:
-        return f"{(at - begin) / 1e6:9.3f} ms"
-
-    lines = [f"seed {history.seed}, {len(history.ranks)} ranks"]
-    lines += [f"  {fault}" for fault in history.faults]
-    for rank, events in enumerate(history.events):
-        lines.append(f"rank {rank}, exit code {history.codes[rank]}")
-        if rank in history.kills:
-            lines.append(f"  {clock(history.kills[rank])}  killed")
-        for event in events:
-            step = f"{event.step:3} {history.steps[event.step]}"
-            lines.append(f"  {clock(event.at)}  {event.what:7} {step:24} {event.fact!r:.120}")
-    return "\n".join(lines)
 
 
 _OPS = ("sum", "min", "max")
@@ -609,4 +591,4 @@ def check(
     for seed in seeds:
         history = run(seed, directory, logs, store)
         found = violations(history)
-        assert not found, "\n".join([*found, show(history)])
+        assert not found, "\n".join([*found, pprint.pformat(history._asdict())])

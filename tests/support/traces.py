@@ -93,17 +93,10 @@ class Planted:
             self._recorders[rank].record(group, label, came, came, gone, number, outcome=outcome)
 
     def waits(
-        self,
-        number: int,
-        arrivals: Sequence[int | None],
-        until: int,
-        *,
-        kind: str = "barrier",
-        name: str | None = None,
-        site: str = "train.py:7",
+        self, number: int, arrivals: Sequence[int | None], until: int, *, name: str, site: str
     ) -> None:
         """Add a round that never ends: those that arrived wait for the others until then."""
-        label = Label(kind, name, site=site)
+        label = Label("barrier", name, site=site)
         late = format_ranks(rank for rank, arrival in enumerate(arrivals) if arrival is None)
         for rank, arrival in enumerate(arrivals):
             if arrival is not None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import WorldKind, both_kinds
+from conftest import WorldKind, both_kinds, seeds
+from support.checkpoint_worlds import Kept
 from support.random_programs import Kind as StepKind
 from support.random_programs import Step, draw_step, make_call, value
 from support.rank_worlds import Died, Kind, Ranks, Signs, served_store
@@ -93,30 +94,13 @@ def run_with_kills(seed: int, kind: WorldKind = "threads") -> None:
     judge([result for result in of_ranks if result is not None], 4)
 
 
-@pytest.mark.parametrize("first", range(0, 400, 100))
-def test_random_programs_go_on_after_random_losses(first: int) -> None:
-    for seed in range(first, first + 100):
+@seeds([range(first, first + 100) for first in range(0, 400, 100)], range(1_000, 11_000, 500))
+def test_random_programs_go_on_after_random_losses(seeds: range) -> None:
+    for seed in seeds:
         run_with_kills(seed)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("first", range(1_000, 11_000, 500))
-def test_ten_thousand_random_programs_go_on(first: int) -> None:
-    for seed in range(first, first + 500):
-        run_with_kills(seed)
-
-
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        range(12),
-        *(
-            pytest.param(range(first, first + 50), marks=pytest.mark.soak)
-            for first in range(100, 1_100, 50)
-        ),
-    ],
-    ids=str,
-)
+@seeds([range(12)], range(100, 1_100, 50))
 def test_random_programs_go_on_in_processes(seeds: range) -> None:
     for seed in seeds:
         run_with_kills(seed, "processes")
@@ -150,17 +134,7 @@ def program_killed_at_any_instant(seed: int) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("kind", [Kind("file", 4), Kind("torch", 4), Kind("torch", 4, 2)], ids=str)
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        range(6),
-        *(
-            pytest.param(range(first, first + 100), marks=pytest.mark.soak)
-            for first in range(100, 1_100, 100)
-        ),
-    ],
-    ids=str,
-)
+@seeds([range(6)], range(100, 1_100, 100))
 def test_ranks_may_be_killed_anywhere(kind: Kind, seeds: range, meeting_place: Path) -> None:
     with served_store() as store:
         variables = {**store.variables, "SYNCPRIMS_HEARTBEAT": "2"} if kind.hosts > 1 else {}
@@ -291,18 +265,8 @@ def test_a_flag_survives(kind: WorldKind) -> None:
 
 @both_kinds
 def test_those_behind_take_the_state_over(kind: WorldKind) -> None:
-    class Holder:
-        def __init__(self) -> None:
-            self.value = sp.get_rank()
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"value": self.value}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.value = state["value"]
-
     def program() -> Any:
-        holder, rank = Holder(), sp.get_rank()
+        holder, rank = Kept(sp.get_rank()), sp.get_rank()
         with pytest.raises(sp.PeerLost):
             sp.barrier("last")
         change = sp.reform()
@@ -311,7 +275,7 @@ def test_those_behind_take_the_state_over(kind: WorldKind) -> None:
         assert tree["holder"] is holder
         with pytest.raises(ValueError, match="epoch"):
             sp.hand_over({}, change._replace(epoch=7))
-        return holder.value, tree["at"]
+        return holder.state, tree["at"]
 
     results = run_world(program, 4, kind=kind, faults=[Kill(rank=3, at="last")])
     assert results[:3] == [(1, [1, (1,)])] * 3

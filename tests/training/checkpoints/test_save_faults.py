@@ -79,7 +79,6 @@ def test_killed_it_is_old_or_new(name: str, over: bool, stride: int, tmp_path: P
     assert seen.total() > 3
     assert seen[before] > 0
     assert stride > 1 or seen[NEW] > 0
-    print(f"killed: {name} overwrite={over}: {dict(seen)}")
 
 
 @everywhere
@@ -105,7 +104,6 @@ def test_failing_all_say_the_same(name: str, over: bool, stride: int, tmp_path: 
                 assert found[0] == NEW, where  # only what was superseded could not be removed
             assert not [one for one in left if ".tmp-" in one], where
     assert seen[True, before] > 0
-    print(f"failed: {name} overwrite={over}: {dict(seen)}")
 
 
 def check_errors(errors: list[BaseException], trial: Trial, victim: int, code: int) -> None:
@@ -196,21 +194,13 @@ def test_ended_it_is_old_or_new(name: str, over: bool, stride: int, tmp_path: Pa
             assert len(trial.listing()) == complete
     assert seen.total() > 3
     assert seen[before, True] > 0
-    print(f"told to end: {name} overwrite={over}: {dict(seen)}")
 
 
 PACKAGE = ROOT / "syncprims" / "training" / "checkpoints"
 #: What reads and writes no file.
 HARMLESS = {
-    "fspath",
-    "path",
-    "PathLike",
-    "curdir",
-    "pardir",
-    "cpu_count",
-    "stat_result",
-    "SEEK_SET",
-}
+    "fspath", "path", "PathLike", "curdir", "pardir", "cpu_count", "stat_result", "SEEK_SET",
+}  # fmt: skip
 
 
 def names_used(path: Path) -> set[str]:
