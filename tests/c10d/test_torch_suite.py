@@ -34,7 +34,7 @@ EXCLUDED = {
 
 #: The same, where the tests ask for `gloo` and are served.
 EXCLUDED_IF_SERVED = {
-    "test_ddp_logging_data_cpu": "DDP's logger asks the group for its own name, which is ours",
+    "test_ddp_logging_data_cpu": "DDP's logger asks the group for its own name, which is ours"
 }
 
 #: The ones that run every day: one of each kind.

@@ -73,13 +73,7 @@ def test_one_line_may_broadcast_another_kind_of_value_each_time() -> None:
     """A receiver expects what its line brought last. The source decides."""
     n = sp.get_world_size()
     values: list[Any] = [1.0, 2, {"a": 1.0}, {"b": 1}, None, "text", 1 << 70, (1, 2.0), [[]]]
-    values += [
-        np.ones(1),
-        np.ones((2, 2), "f4"),
-        np.ones(100_000),
-        np.ones(500_000),
-        np.ones(0),
-    ]
+    values += [np.ones(1), np.ones((2, 2), "f4"), np.ones(100_000), np.ones(500_000), np.ones(0)]
     values += [torch.ones(3), torch.ones(3, dtype=torch.bfloat16), {"a": torch.ones(2)}]
     values += [True, np.float32(1), np.int8(1), {"a": np.float64(1), "b": False}]
     values += [(torch.ones(2), 3), [np.ones(2), np.ones((1, 2), "f4")], {"a": [np.ones(2)]}]

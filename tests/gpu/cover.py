@@ -52,14 +52,7 @@ def tensors_arrive_on_the_receivers_own_device() -> None:
 def every_dtype_is_reduced_with_every_op() -> None:
     own = own_device()
     n = sp.get_world_size()
-    dtypes = (
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int32,
-        torch.int64,
-    )
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
     for dtype in dtypes:
         for size in (7, 100_000):
             mine = torch.full((size,), sp.get_rank() + 1, dtype=dtype, device=own)

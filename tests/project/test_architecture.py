@@ -30,12 +30,7 @@ ROOMS = {
     "cli": {"_system", "errors", "interface", "_world", "", "who", "tracing"},
     "__main__": {"cli"},
 }
-BACKENDS = {
-    "single": set[str](),
-    "threads": set[str](),
-    "file": set[str](),
-    "torch": {"file"},
-}
+BACKENDS = {"single": set[str](), "threads": set[str](), "file": set[str](), "torch": {"file"}}
 
 #: Libraries that nobody should pay for who does not use them, and the modules that exist for them.
 HEAVY = {"torch", "numpy", "filelock", "safetensors", "tqdm", "pytest", "matplotlib"}

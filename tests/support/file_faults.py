@@ -20,12 +20,7 @@ import syncprims as sp
 from support.checkpoint_worlds import Kept
 from support.rank_worlds import Kind, Ranks
 from syncprims.accelerate import Accelerator
-from syncprims.training import (
-    load_checkpoint_in_model,
-    load_state,
-    save_model,
-    save_state,
-)
+from syncprims.training import load_checkpoint_in_model, load_state, save_model, save_state
 from syncprims.training.checkpoints import filesystem
 
 #: The calls of `os` that checkpoints use. A test checks that there are no others.

@@ -15,14 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from syncprims import CollectiveMismatch, PeerLost
-from syncprims.testing import (
-    DeadlockError,
-    Kill,
-    RankDied,
-    every_point,
-    explore,
-    run_world,
-)
+from syncprims.testing import DeadlockError, Kill, RankDied, every_point, explore, run_world
 
 RANKS = 4
 

@@ -60,10 +60,7 @@ def whole_rows(count: int) -> torch.utils.data.TensorDataset:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_ddp_gives_the_bits_of_one_rank(
-    grouped: Callable[[Program], list[Any]],
-    alone: Alone,
-    steps: int,
-    weighted: bool,
+    grouped: Callable[[Program], list[Any]], alone: Alone, steps: int, weighted: bool
 ) -> None:
     def program() -> tuple[str, list[float], list[bool]]:
         ranks = syncprims.get_world_size()

@@ -111,11 +111,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(clip: bool) -> None:
             scale = accumulator.precision.state_dict()["scale"]
             skipped = optimizer.step_was_skipped
             seen.append([skipped, scale, schedule.get_last_lr()[0], numbers(model)[0]])
-    wanted = [
-        [True, 512.0, 1.0, 0.0],
-        [False, 512.0, 0.5, -1.0],
-        [False, 512.0, 0.25, -1.5],
-    ]
+    wanted = [[True, 512.0, 1.0, 0.0], [False, 512.0, 0.5, -1.0], [False, 512.0, 0.25, -1.5]]
     assert seen == wanted
 
 

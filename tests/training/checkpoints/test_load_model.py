@@ -18,12 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import syncprims as sp
-from syncprims.training import (
-    load_checkpoint_in_model,
-    load_state,
-    save_model,
-    save_state,
-)
+from syncprims.training import load_checkpoint_in_model, load_state, save_model, save_state
 
 
 def small() -> nn.Module:
