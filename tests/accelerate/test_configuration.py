@@ -14,6 +14,7 @@ import torch
 from conftest import on_every_rank
 from support.rank_worlds import Ranks
 from support.training_models import (
+    Sized,
     alone,
     everywhere,
     feed,
@@ -147,7 +148,7 @@ def test_calls_that_ask_for_what_is_so_anyway(tmp_path: Path) -> None:
     plain: Any = unit_model()
     sgd: Any = torch.optim.SGD(plain.parameters(), lr=1.0)
     data: Any = feed(range(7), batch_size=1)
-    stream: Any = DataLoader(Shared(7), batch_size=1)
+    stream: Any = DataLoader(Sized(7), batch_size=1)
     model, optimizer = job.prepare(plain, sgd, device_placement=[True, True])
     assert job.prepare_model(model, None, evaluation_mode=False) is model
     assert job.prepare_optimizer(optimizer, device_placement=True) is optimizer
@@ -204,19 +205,6 @@ def test_a_later_backward_pass_synchronizes_earlier_forward_passes() -> None:
         job.backward(model(torch.full((1, 1), float(job.process_index))).mean())
     assert gradient(model) == after + job.process_index
     assert after == 1.0 + 2.0 + 4.0
-
-
-class Shared(IterableDataset[Any]):
-    """A stream that every rank may read, and that knows its length."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
-
-    def __len__(self) -> int:
-        return self.length
 
 
 class Once(IterableDataset[Any]):

@@ -1,6 +1,8 @@
 """Accelerate's installed test scripts pass, function by function, on `syncprims.accelerate`.
 
-`LEFT_OUT` lists what is not run, and why.
+Left out is what needs several GPUs, a hub or the package datasets, and what differs by intent: a
+rank has one world, uneven inputs may be joined in all kinds of worlds and also in streams, and a
+state is in one directory for all ranks.
 """
 
 from __future__ import annotations
@@ -27,19 +29,30 @@ kinds = pytest.mark.parametrize(
     indirect=True,
 )  # fmt: skip
 
-LEFT_OUT = {
-    "test_script.test_reinstantiated_state": "Accelerate's shared dicts; a rank has one world",
-    "test_script.test_split_between_processes_dataset": "needs the package datasets",
-    "test_sync.test_distributed_sync_multiple_fwd, without DDP": "backward passes decide",
-    "test_ops.test_copy_tensor_to_devices": "needs several GPUs",
-    "test_distributed_data_loop.test_join_raises_warning_for_non_ddp_distributed": "all kinds join",
-    "test_distributed_data_loop.test_join_raises_warning_for_iterable_when_overriding_even_batches":
-    "streams may be uneven, too",
-    "test_distributed_data_loop.test_stateful_dataloader_save_state":
-    "a state is in one directory for all ranks",
-    "test_ddp_comm_hook": "needs GPUs; there are none of these hooks",
-    "test_metrics.test_mrpc": "needs models and data of a hub",
-    "test_cli, test_merge_weights, test_notebook, external_deps/*": "commands, FSDP, a hub",
+#: The functions that take nothing, or the state (of `test_ops`).
+FUNCTIONS: dict[str, list[str]] = {
+    "test_script": [
+        "process_execution_check", "init_state_check", "test_split_between_processes_list",
+        "test_split_between_processes_nested_dict", "test_split_between_processes_tensor",
+        "test_split_between_processes_evenly", "rng_sync_check", "dl_preparation_check",
+        "central_dl_preparation_check", "custom_sampler_check", "check_seedable_sampler",
+        "check_seedable_sampler_with_data_seed", "test_trigger",
+    ],
+    "test_ops": [
+        "test_gather", "test_gather_object", "test_gather_non_contiguous", "test_broadcast",
+        "test_pad_across_processes", "test_reduce_sum", "test_reduce_mean", "test_reduce_max",
+        "test_op_checker",
+    ],
+    "test_sync": ["test_dataloader_break"],
+    "test_distributed_data_loop": [
+        "test_default_ensures_even_batch_sizes", "test_can_disable_even_batches",
+        "test_can_join_uneven_inputs", "test_join_can_override_even_batches",
+        "test_join_can_override_for_mixed_type_dataloaders", "test_pickle_accelerator",
+    ],
+    "external_deps/test_metrics": [
+        "test_gather_for_metrics_with_non_tensor_objects_iterable_dataset",
+        "test_gather_for_metrics_with_iterable_dataset", "test_gather_for_metrics_drop_last",
+    ],
 }  # fmt: skip
 
 
@@ -52,28 +65,14 @@ def calls_of(name: str, script: ModuleType, ranks: int) -> list[tuple[str, Any]]
         shown = ", ".join([*map(repr, args), *(f"{k}={v}" for k, v in options.items())])
         calls[f"{function}({shown})"] = lambda: getattr(s, function)(*args, **options)
 
+    for function in FUNCTIONS[name]:
+        add(function, *[s.PartialState()] * (name == "test_ops"))
     if name == "test_script":
-        for function in (
-            "process_execution_check", "init_state_check", "test_split_between_processes_list",
-            "test_split_between_processes_nested_dict", "test_split_between_processes_tensor",
-            "test_split_between_processes_evenly", "rng_sync_check", "dl_preparation_check",
-            "central_dl_preparation_check", "custom_sampler_check", "check_seedable_sampler",
-            "check_seedable_sampler_with_data_seed", "test_trigger",
-        ):  # fmt: skip
-            add(function)
         if ranks > 1:
             add("check_seedable_sampler_in_batch_sampler_shard")
         for seedable in (False, True):
             add("training_check", use_seedable_sampler=seedable)
-    elif name == "test_ops":
-        state = s.PartialState()
-        for function in (
-            "gather", "gather_object", "gather_non_contiguous", "broadcast", "pad_across_processes",
-            "reduce_sum", "reduce_mean", "reduce_max", "op_checker",
-        ):  # fmt: skip
-            calls[f"test_{function}"] = lambda f=function: getattr(s, f"test_{f}")(state)
     elif name == "test_sync":
-        add("test_dataloader_break")
         job = s.Accelerator()
         one = "test_noop_sync" if ranks == 1 else "test_distributed_sync"
         calls[one] = lambda: getattr(s, one)(job)
@@ -85,12 +84,6 @@ def calls_of(name: str, script: ModuleType, ranks: int) -> list[tuple[str, Any]]
             if ranks > 1:
                 add("test_gradient_accumulation", *options)
     elif name == "test_distributed_data_loop":
-        for function in (
-            "test_default_ensures_even_batch_sizes", "test_can_disable_even_batches",
-            "test_can_join_uneven_inputs", "test_join_can_override_even_batches",
-            "test_join_can_override_for_mixed_type_dataloaders", "test_pickle_accelerator",
-        ):  # fmt: skip
-            add(function)
         job = s.create_accelerator()
         data = s.DummyDataset()
         for kind, loader in {
@@ -107,9 +100,6 @@ def calls_of(name: str, script: ModuleType, ranks: int) -> list[tuple[str, Any]]
             calls[f"test_data_loader, {kind}"] = lambda made=loader: s.test_data_loader(made(), job)
         calls["test_stateful_dataloader"] = lambda: s.test_stateful_dataloader(job)
     elif name == "external_deps/test_metrics":
-        add("test_gather_for_metrics_with_non_tensor_objects_iterable_dataset")
-        add("test_gather_for_metrics_with_iterable_dataset")
-        add("test_gather_for_metrics_drop_last")
         for split, dispatch in itertools.product((False, True), repeat=2):
             config = s.DataLoaderConfiguration(split_batches=split, dispatch_batches=dispatch)
             calls[f"test_torch_metrics(99, {split}, {dispatch})"] = lambda c=config: (
@@ -120,11 +110,7 @@ def calls_of(name: str, script: ModuleType, ranks: int) -> list[tuple[str, Any]]
 
 
 @kinds
-@pytest.mark.parametrize(
-    "name",
-    ["test_script", "test_ops", "test_sync", "test_distributed_data_loop",
-     "external_deps/test_metrics"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_installed_script(world: Ranks, name: str, tmp_path: Path) -> None:
     if name == "test_distributed_data_loop" and world.ranks != 2:
         pytest.skip("written for two ranks")

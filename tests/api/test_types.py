@@ -11,44 +11,22 @@ import syncprims as sp
 from syncprims.testing import run_world
 
 
-@sp.on_main
-def on_main_only() -> str:
-    return "main"
-
-
-@sp.on_main(share=True)
-def shared() -> str:
-    return "main"
-
-
-@sp.on_rank(0, default=0)
-def with_a_default() -> str:
-    return "main"
-
-
-@sp.on_last()
-def with_parentheses(number: int) -> int:
-    return number
-
-
-@sp.on_local_main
-async def not_at_once() -> str:
-    return "main"
-
-
-@sp.on_local_rank(0, share=True)
-async def shared_not_at_once() -> str:
-    return "main"
-
-
 def test_types_are_as_they_are_declared() -> None:
+    def now() -> str:
+        return "main"
+
+    def same(number: int) -> int:
+        return number
+
+    async def later() -> str:
+        return "main"
+
     async def run_all() -> list[object]:
-        exclusive, shared_later = await not_at_once(), await shared_not_at_once()
-        return [assert_type(exclusive, str | None), assert_type(shared_later, str)]
+        exclusive = await sp.on_local_main(later)()
+        shared = await sp.on_local_rank(0, share=True)(later)()
+        return [assert_type(exclusive, str | None), assert_type(shared, str)]
 
     def program() -> list[object]:
-        main, default = on_main_only(), with_a_default()
-        last, everywhere = with_parentheses(3), shared()
         assert_type(sp.all_reduce(1, "mean"), float)
         assert_type(sp.all_reduce(True), int)
         assert_type(sp.all_reduce(2), int)
@@ -63,10 +41,10 @@ def test_types_are_as_they_are_declared() -> None:
         assert isinstance(sp.split(np.zeros(4)), np.ndarray)
         assert_type(sp.current().group.split(["a"]), list[str])
         return [
-            assert_type(main, str | None),
-            assert_type(default, str | int),
-            assert_type(last, int | None),
-            assert_type(everywhere, str),
+            assert_type(sp.on_main(now)(), str | None),
+            assert_type(sp.on_rank(0, default=0)(now)(), str | int),
+            assert_type(sp.on_last()(same)(3), int | None),
+            assert_type(sp.on_main(share=True)(now)(), str),
             *asyncio.run(run_all()),
         ]
 

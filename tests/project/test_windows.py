@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -92,8 +91,6 @@ assert run_world(program, 2, torch=True) == [2.0, 2.0]
 def test_it_works_without_modules_of_posix(tmp_path: Path, case: str) -> None:
     loaded, body = ["filelock", "numpy"], CASES.get(case, "")
     if case in WITH_TORCH:
-        if find_spec("torch") is None:
-            pytest.skip("needs torch")
         loaded += ["torch", "torch.distributed.nn.functional", "safetensors.torch"]
         body = "import torch" + WITH_TORCH[case]
     program = PROGRAM.format(loaded=loaded, body=body)

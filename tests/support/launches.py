@@ -9,24 +9,10 @@ import textwrap
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from support.rank_environment import PATIENCE, clean_environ
+from support.rank_environment import PATIENCE, Ended, clean_environ
 
 HEAD = "import os, signal, subprocess, sys, time\nfrom syncprims import *\n"
-
-
-class Done(NamedTuple):
-    """The end of a launch."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def report(self) -> list[str]:
-        """The lines of the launcher itself."""
-        return [line for line in self.err.splitlines() if not line.startswith("[rank ")]
 
 
 def command(*words: str) -> list[str]:
@@ -66,7 +52,7 @@ class Launches:
 
     def run(
         self, source: str, *flags: str, n: int = 3, args: Sequence[str] = (), **variables: str
-    ) -> Done:
+    ) -> Ended:
         """Run `source` on `n` ranks, with `args` of its own; nothing may be left of them."""
         self.write(source)
         done = subprocess.run(
@@ -79,7 +65,7 @@ class Launches:
             check=False,
         )
         assert not find_processes(self.script), "a process outlived its launcher"
-        return Done(done.returncode, done.stdout, done.stderr)
+        return Ended(done.returncode, done.stdout, done.stderr)
 
     @contextlib.contextmanager
     def start(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 # No public call lists the variables of all launchers.
 from syncprims._world.launchers import list_rank_variables
@@ -16,6 +17,19 @@ from syncprims._world.launchers import list_rank_variables
 #: Seconds after which what a test has started counts as hanging: far more than anything takes on a
 #: busy machine, and less than pytest's own limit for a test, whose report says less.
 PATIENCE = 240.0
+
+
+class Ended(NamedTuple):
+    """The end of a program."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def report(self) -> list[str]:
+        """The lines of the launcher itself."""
+        return [line for line in self.err.splitlines() if not line.startswith("[rank ")]
 
 
 def record_warnings() -> list[str]:

@@ -27,7 +27,7 @@ import torch  # noqa: F401 - imported once, before ranks fork, because it takes 
 
 import syncprims
 from support.rank_environment import PATIENCE as PATIENCE
-from support.rank_environment import clean_environ, free_port
+from support.rank_environment import Ended, clean_environ, free_port
 
 # Only the launcher sets these variables.
 from syncprims._world.launchers import make_rank_variables
@@ -297,14 +297,6 @@ class Ranks:
         found = [p.name for folder in folders for p in folder.iterdir()]
         left = [name for name in found if not name.startswith("tiny-")]
         assert not left or self._killed, left
-
-
-class Ended(NamedTuple):
-    """The end of a started rank."""
-
-    code: int
-    out: str
-    err: str
 
 
 class Scripts:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from support.rank_environment import run_python
 from syncprims.errors import format_ranks
 from syncprims.interface import Label, Topology
 from syncprims.tracing import recorder as recording
@@ -23,6 +25,11 @@ class Entry(NamedTuple):
     call: str
     number: int
     outcome: str
+
+
+def command(*args: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``syncprims trace`` into pipes."""
+    return run_python("-m", "syncprims", "trace", *args, **variables)
 
 
 def only_run(directory: Path) -> TraceRun:

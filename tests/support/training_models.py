@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from conftest import KINDS
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from syncprims.accelerate import Accelerator
 
@@ -35,6 +35,23 @@ WAYS: dict[str, Any] = {
     "sent": {"dispatch_batches": True},
     "split and sent": {"split_batches": True, "dispatch_batches": True},
 }
+
+
+class Stream(IterableDataset[int]):
+    """A stream of numbers that every rank may read."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+class Sized(Stream):
+    """A stream that knows its length."""
+
+    def __len__(self) -> int:
+        return self.length
 
 
 def unit_model() -> nn.Linear:

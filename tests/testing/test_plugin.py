@@ -428,91 +428,66 @@ def test_coverage_counts_all_ranks(project: Project) -> None:
         assert line.split()[-1] == "100%", result.out
 
 
-ONCE = """
-    import os, pathlib
-
-    log = pathlib.Path(os.environ["LOG"])
-
-    def note(text):
-        with log.open("a") as file:
-            file.write(text + "\\n")
-"""
-
-
-def test_one_worker_makes_it_and_all_have_it(project: Project, tmp_path: Path) -> None:
-    project.write(ONCE, "conftest.py")
-    project.write("""
+def run_once(project: Project, make: str, tests: str) -> tuple[Result, int]:
+    """Run tests that use a thing of the session in two workers; return how often it was made."""
+    log = project.folder / "log"
+    project.write(f"""
+        import os, pathlib, signal
         import pytest
-        from conftest import note
         from syncprims.testing import once_per_session
 
+        log = pathlib.Path({str(log)!r})
+        six = pytest.mark.parametrize("number", range(6))
+
         def make():
-            note("make")
-            return {"answer": 42}
+            first = not log.exists()
+            with log.open("a") as file:
+                file.write(".")
+            {make}
 
         @pytest.fixture(scope="session")
         def data():
             return once_per_session("data", make)
+    """)
+    with (project.folder / "test_it.py").open("a") as file:
+        file.write(textwrap.dedent(tests))
+    return project.run("-n", "2"), len(log.read_text())
 
+
+def test_one_worker_makes_it_and_all_have_it(project: Project) -> None:
+    result, made = run_once(project, 'return {"answer": 42}', """
         @pytest.mark.world(ranks=2, kind=["threads", "processes"])
         def test_worlds(data):
             assert data == once_per_session("data", make) == {"answer": 42}
 
-        @pytest.mark.parametrize("number", range(6))
+        @six
         def test_it(number, data):
             assert data == {"answer": 42}
-    """)
-    log = tmp_path / "log"
-    result = project.run("-n", "2", LOG=str(log))
+    """)  # fmt: skip
     assert result.counts(passed=8), result.out
-    assert log.read_text().splitlines() == ["make"]
+    assert made == 1
 
 
-def test_a_killed_maker_is_replaced(project: Project, tmp_path: Path) -> None:
-    project.write(ONCE, "conftest.py")
-    project.write("""
-        import os, signal
-        import pytest
-        from conftest import log, note
-        from syncprims.testing import once_per_session
-
-        def make():
-            first = not log.exists()
-            note("make")
-            if first:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return 42
-
-        @pytest.mark.parametrize("number", range(6))
+def test_a_killed_maker_is_replaced(project: Project) -> None:
+    make = "return os.kill(os.getpid(), signal.SIGKILL) if first else 42"
+    result, made = run_once(project, make, """
+        @six
         def test_it(number):
             assert once_per_session("data", make) == 42
-    """)
-    log = tmp_path / "log"
-    result = project.run("-n", "2", LOG=str(log))
+    """)  # fmt: skip
     assert result.counts(failed=1, passed=5), result.out  # xdist fails the test of the killed
-    assert log.read_text().splitlines() == ["make"] * 2
+    assert made == 2
 
 
-def test_a_failing_maker_fails_all_with_its_cause(project: Project, tmp_path: Path) -> None:
-    project.write(ONCE, "conftest.py")
-    project.write("""
-        import pytest
-        from conftest import note
-        from syncprims.testing import once_per_session
-
-        def make():
-            note("make")
-            raise LookupError("no such data set")
-
-        @pytest.mark.parametrize("number", range(6))
+def test_a_failing_maker_fails_all_with_its_cause(project: Project) -> None:
+    result, made = run_once(project, 'raise LookupError("no such data set")', """
+        @six
         def test_it(number):
             with pytest.raises(LookupError, match="no such data set"):
                 once_per_session("data", make)
-    """)
-    log = tmp_path / "log"
-    result = project.run("-n", "2", LOG=str(log))
+    """)  # fmt: skip
     assert result.counts(passed=6), result.out
-    assert log.read_text().splitlines() == ["make"]
+    assert made == 1
 
 
 def test_what_ranks_patch_is_undone(project: Project) -> None:

@@ -85,9 +85,11 @@ def test_a_programs_own_start_and_end_are_its_own(kind: WorldKind) -> None:
     def main() -> Any:
         with sp.init("nccl", timeout=50) as world:
             first = sp.all_gather(sp.get_rank()), world.timeout
-        with pytest.raises(sp.WorldClosed):
-            sp.barrier()
-        assert sp.get_rank() == world.rank
+            calls: list[Any] = [sp.barrier, sp.group([0, 1]).barrier, sp.current]
+        for call in calls:
+            with pytest.raises(sp.WorldClosed, match="left the world"):
+                call()
+        assert (sp.get_rank(), sp.get_world_size()) == (world.rank, 2)
         return first
 
     assert run_world(main, 2, kind=kind) == [([0, 1], 50)] * 2

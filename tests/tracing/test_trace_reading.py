@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.rank_environment import run_python
-from support.traces import SECOND, Planted
+from support.traces import SECOND, Planted, command
 
 from syncprims.cli.console import Style
 from syncprims.cli.trace import report
@@ -55,10 +54,6 @@ def planted(plant: Plant) -> Planted:
 def analysis_of(planted: Planted) -> Analysis:
     (folder,) = find_runs(planted.directory)
     return analyse(read_run(folder))
-
-
-def command(*args: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "syncprims", "trace", *args, **variables)
 
 
 def test_waiting_is_laid_on_who_came_last(planted: Planted) -> None:

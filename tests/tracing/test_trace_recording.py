@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from conftest import several
 from support.rank_environment import record_warnings, run_python
 from support.rank_worlds import Kind, Ranks, Scripts, await_end
-from support.traces import Entry, entries, only_run
+from support.traces import Entry, command, entries, only_run
 
 import syncprims as sp
 from syncprims.testing import explore, run_world
@@ -166,7 +165,7 @@ def test_one_that_is_killed_as_it_waits_says_where(scripts: Scripts, tmp_path: P
         for process in processes:
             process.kill()
         scripts.wait(processes)
-    done = trace_command(tmp_path / "t")
+    done = command(tmp_path / "t")
     assert done.stdout.count("killed, or still running: waits at barrier 'never'") == 2
     assert "Rank 2 has not come to barrier 'never'" in done.stdout
     assert "; 2 ranks have waited " in done.stdout
@@ -247,7 +246,7 @@ def test_the_file_keeps_its_limit_and_the_latest(tmp_path: Path, meeting_place: 
     numbers = [e.number for e in entries(run, 0)]
     assert numbers == list(range(numbers[0], 20_002))  # without a gap
     assert len(numbers) > 2000
-    assert "syncprims: ranks [0] recorded more rounds than" in trace_command(tmp_path / "t").stderr
+    assert "syncprims: ranks [0] recorded more rounds than" in command(tmp_path / "t").stderr
 
 
 def test_runs_in_one_directory_do_not_mix(tmp_path: Path, meeting_place: Path) -> None:
@@ -268,9 +267,9 @@ def test_runs_in_one_directory_do_not_mix(tmp_path: Path, meeting_place: Path) -
         assert run.complaints == []
         for rank in range(2):
             assert [e.call for e in entries(run, rank)] == ["init", f"barrier '{call}'"]
-    latest = trace_command(tmp_path / "t").stdout
+    latest = command(tmp_path / "t").stdout
     assert f"Run {folders[2].name}, 2 ranks (--run shows another one: {folders[0].name}, " in latest
-    earlier = trace_command(tmp_path / "t", "--run", folders[0].name).stdout
+    earlier = command(tmp_path / "t", "--run", folders[0].name).stdout
     assert "'first'" in earlier
     assert "'third'" not in earlier
 
@@ -312,8 +311,3 @@ def test_an_installation_without_the_room_of_traces_says_so(tmp_path: Path) -> N
     said = f"ConfigurationError: SYNCPRIMS_TRACE={tmp_path} asks for a trace, and this installation"
     assert said in done.stderr
     assert "unset SYNCPRIMS_TRACE" in done.stderr
-
-
-def trace_command(*args: object) -> subprocess.CompletedProcess[str]:
-    """Run ``syncprims trace`` into pipes."""
-    return run_python("-m", "syncprims", "trace", *args)

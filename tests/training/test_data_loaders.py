@@ -19,6 +19,8 @@ from support.rank_worlds import Ranks
 from support.training_models import (
     TRAINED,
     WAYS,
+    Sized,
+    Stream,
     alone,
     everywhere,
     feed,
@@ -112,14 +114,6 @@ def test_batches_are_split(length: int, even: Any, uneven: Any) -> None:
 def test_one_rank_has_the_data_as_it_is() -> None:
     assert dealt(5, 3, 1) == [[[0, 1, 2], [3, 4]]]
     assert dealt(5, 4, 1, split=True) == [[[0, 1, 2, 3], [4]]]
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
 
 
 @everywhere
@@ -683,11 +677,6 @@ def test_a_prepared_loader_is_a_loader() -> None:
     assert list(prepare_data_loader(single)) == [0, 1, 2]
     for kind in (WithArguments, DerivedFromIt):
         assert items(list(prepare_data_loader(kind(4)))) == [[0, 1], [2, 3]]
-
-
-class Sized(Stream):
-    def __len__(self) -> int:
-        return self.length
 
 
 @with_others

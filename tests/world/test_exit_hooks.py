@@ -150,29 +150,6 @@ def test_two_threads_at_once_are_told_apart(scripts: Scripts) -> None:
     assert "barrier 'second' (script.py:" in ended[0].out
 
 
-def test_calls_after_shutdown_are_refused_and_queries_answer(scripts: Scripts) -> None:
-    ended = scripts.run(
-        """
-        with init() as world:
-            g = group([0, 1, 2])
-            barrier()
-        for call in (barrier, g.barrier, lambda: any_rank(True), current):
-            try:
-                call()
-            except WorldClosed as error:
-                assert "left the world" in str(error)
-            else:
-                sys.exit("passed a closed world")
-        assert (get_rank(), get_world_size()) == (rank, 3)
-        shutdown()
-        print("refused")
-        with init():  # and another world can be started
-            print(all_gather(rank))
-        """
-    )
-    assert [one.out for one in ended] == ["refused\n[0, 1, 2]\n"] * 3, [one.err for one in ended]
-
-
 @pytest.mark.parametrize(
     ("ending", "told"),
     [
