@@ -87,7 +87,7 @@ def test_pending_gradients_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
             job.backward(model(torch.ones(1, 3).double()).sum())
         caplog.clear()
         job.save_state(tmp_path / f"{at}")
-        assert "save where sync_gradients is true" in caplog.text == warned
+        assert ("save where sync_gradients is true" in caplog.text) == warned
     job.load_state(tmp_path / "0")
     assert all(p.grad is None for p in model.parameters())
 

@@ -388,7 +388,7 @@ def test_torch_is_not_deceived() -> None:
     loss = (middle * middle).sum()
     sp.all_reduce(torch.ones(1000), out=middle.detach())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     dense = torch.ones(1000)
     with pytest.raises(sp.RankMismatch, match="sparse_coo"):
         sp.all_reduce(dense if rank else dense.to_sparse())

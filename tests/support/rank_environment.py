@@ -61,7 +61,7 @@ def environ_of_ranks(directory: Path, **more: str) -> dict[str, str]:
 
 
 def run_python(
-    *words: object, cwd: Path | None = None, **variables: str
+    *words: object, cwd: str | Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run this Python with these arguments, in a clean environment with these variables."""
     return subprocess.run(
