@@ -54,15 +54,10 @@ def run(*command: str | Path) -> list[str]:
 
 
 @needs_entry_point
-def test_under_syncprims_run(program: Path) -> None:
-    lines = run("-m", "syncprims", "run", "-n", "2", program, "syncprims")
-    assert sorted(lines) == [f"[rank {r}] SyncProcessGroup syncprims" for r in range(2)]
-
-
-@needs_entry_point
-def test_a_script_that_asks_for_gloo_is_served(program: Path) -> None:
-    lines = run("-m", "syncprims", "run", "-n", "2", "--serve-torch", program, "gloo")
-    assert sorted(lines) == [f"[rank {r}] SyncProcessGroup gloo" for r in range(2)]
+@pytest.mark.parametrize(("flags", "backend"), [([], "syncprims"), (["--serve-torch"], "gloo")])
+def test_under_syncprims_run(flags: list[str], backend: str, program: Path) -> None:
+    lines = run("-m", "syncprims", "run", "-n", "2", *flags, program, backend)
+    assert sorted(lines) == [f"[rank {r}] SyncProcessGroup {backend}" for r in range(2)]
 
 
 @needs_entry_point
