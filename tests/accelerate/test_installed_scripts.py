@@ -65,8 +65,9 @@ def calls_of(name: str, script: ModuleType, ranks: int) -> list[tuple[str, Any]]
         shown = ", ".join([*map(repr, args), *(f"{k}={v}" for k, v in options.items())])
         calls[f"{function}({shown})"] = lambda: getattr(s, function)(*args, **options)
 
+    given = [s.PartialState()] if name == "test_ops" else []
     for function in FUNCTIONS[name]:
-        add(function, *[s.PartialState()] * (name == "test_ops"))
+        add(function, *given)
     if name == "test_script":
         if ranks > 1:
             add("check_seedable_sampler_in_batch_sampler_shard")
