@@ -10,23 +10,16 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from syncprims.errors import BackendUnavailable
-from syncprims.interface import Slots
+from syncprims.interface import Slots, State, Topology
 
+from .board import HostConnection
 from .decisions import read_key
-from .rendezvous import HostGroup, over_key
-from .store import StoreGone
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from syncprims.interface import State, Topology
-
-    from .board import HostConnection
-    from .rendezvous import Placement
-    from .store import T
+from .rendezvous import HostGroup, Placement, over_key
+from .store import StoreGone, T
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05  # seconds between two looks at the store
 _JOINER_PAUSE = 0.25  # at most, of a process that may wait for hours

@@ -18,17 +18,13 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from syncprims import errors
-from syncprims.errors import format_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from syncprims.errors import SyncError
-    from syncprims.interface import Board, Label, Note, Topology
+from syncprims.errors import SyncError, format_ranks
+from syncprims.interface import Board, Label, Note, Topology
 
 T = TypeVar("T")
 

@@ -18,21 +18,19 @@ import re
 import stat
 import tempfile
 import time
+from collections.abc import Generator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncprims._system.identity import ProcessIdentity
 from syncprims.errors import BackendUnavailable, parse_ranks
-from syncprims.interface import Label, Status, WaitView
+from syncprims.interface import Label, Settings, State, Status, WaitView
 
 from .verdict import BoardView, WorldView
 
 if TYPE_CHECKING:  # in the sources, that package is the folder backends/
-    from collections.abc import Generator, Mapping, Sequence
-
     from backends.file import description, liveness, memory, private_dir
-    from syncprims.interface import Settings, State
 else:
     from syncprims.backends.file import description, liveness, memory, private_dir
 

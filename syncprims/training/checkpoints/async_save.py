@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,13 +23,9 @@ from syncprims._world.runtime import get_active_group
 from syncprims._world.world import open_rounds
 
 from . import filesystem
+from .commit import Save
 from .coordination import cleanup_on_error, coordinate
 from .safetensors_file import in_huge_pages
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from .commit import Save
 
 _KEY = "training.saving"  # of the save in progress, among the world's extras
 _GROUPS = "training.saving.groups"  # of the threads, by epoch and ranks

@@ -16,7 +16,10 @@ import os
 import re
 import secrets
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
 
 from syncprims import CheckpointError, get_rank
 
@@ -26,15 +29,9 @@ from .integrity import digest, dump
 from .safetensors_file import byte_size, content_digest
 from .stateful import full_tensor, is_dtensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
-
-    import torch
-
-    Tensors = dict[str, torch.Tensor]
-    Digests = dict[str, str]  # of files, by name
-
 T = TypeVar("T")
+Tensors: TypeAlias = dict[str, torch.Tensor]
+Digests: TypeAlias = dict[str, str]  # of files, by name
 
 LOCK_SECONDS = 300.0  # that a save waits for one of another program to the same directory
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}")

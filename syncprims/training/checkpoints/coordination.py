@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar, cast
 
 from syncprims import CheckpointError, Failure, SyncError, get_rank
 from syncprims._world.group import gather_as
 from syncprims._world.runtime import get_active_group
 
 from . import filesystem
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
 
 T = TypeVar("T")
 

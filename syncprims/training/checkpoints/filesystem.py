@@ -13,10 +13,8 @@ import os
 import stat
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator
+from typing import Any
 
 LOG = logging.getLogger("syncprims")
 _LONGEST = 512 << 20  # bytes of a file that is read as a whole

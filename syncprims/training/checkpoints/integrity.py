@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator
+from typing import Any
 
 import xxhash
 
 from syncprims import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 SEAL = "syncprims.seal"  #: the field with the digest
 BLANK = "0" * 32  #: in the digest's place while it is computed

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from collections.abc import Collection, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -26,9 +27,6 @@ from .integrity import check_file_name, reading, refusal
 from .safetensors_file import RESERVED, SafetensorsFile, StoredTensor, in_huge_pages
 from .save_model import FIRST_FILES, INDEX, SHARDS
 from .stateful import distribute, is_dtensor, portable_name
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Mapping, Sequence
 
 #: A tensor of a checkpoint: still in its file, or in memory, as those of torch's own files.
 Stored: TypeAlias = StoredTensor | torch.Tensor

@@ -21,8 +21,9 @@ import mmap
 import os
 import struct
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -33,9 +34,6 @@ from syncprims._system.processes import load_libc
 
 from . import filesystem
 from .integrity import BLANK, SEAL, dump, has_seal, parse, put_seal, reading, refusal, take_seal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
 
 CHUNK = 1 << 20  #: bytes of a piece: what was just read or hashed is still in the cache
 METADATA = "__metadata__"

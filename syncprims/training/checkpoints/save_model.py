@@ -5,26 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
 from syncprims import current
 from syncprims._world.world import get_own_group
 from syncprims.training.preparation import unwrap_model
 
 from . import commit, filesystem
+from .commit import Digests
 from .coordination import coordinate, directory_path
 from .integrity import BLANK, SEAL, dump, put_seal
 from .safetensors_file import byte_size, check_storable, write_safetensors
 from .stateful import portable_name, storage_key
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import nn
-
-    from .commit import Digests
 
 _SAFETENSORS = "model.safetensors"
 _TORCH = "pytorch_model.bin"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast
 
@@ -24,9 +25,7 @@ from syncprims.training.preparation import unwrap_model
 from .integrity import refusal
 from .safetensors_file import check_storable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
+if TYPE_CHECKING:  # slow to import
     from torch.distributed.tensor import DTensor
 
 KIND = "$"

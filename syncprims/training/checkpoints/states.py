@@ -9,8 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import operator
+import os
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
 
 from syncprims import CheckpointError, get_rank
 from syncprims.training.rng import capture as capture_rng
@@ -19,8 +23,10 @@ from syncprims.training.rng import restore as restore_rng
 from . import filesystem, integrity, stateful
 from .async_save import Saving, finish_earlier, start_save
 from .commit import (
+    Digests,
     FilePlan,
     Save,
+    Tensors,
     final_name,
     new_token,
     planned,
@@ -33,14 +39,6 @@ from .coordination import check_equal, coordinate, directory_path, meet
 from .integrity import BLANK, SEAL, check_file_name, reading, refusal
 from .safetensors_file import byte_size, read_safetensors, write_safetensors
 from .stateful import State, Stateful, split_state, state_of
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Mapping
-
-    import torch
-
-    from .commit import Digests, Tensors
 
 MANIFEST = "checkpoint.json"  #: not ``*.index.json``, which readers of weights look for
 _FORMAT = 1

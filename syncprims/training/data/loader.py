@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset
 
-from syncprims import broadcast, get_rank, get_world_size
+from syncprims import Change, broadcast, get_rank, get_world_size
 from syncprims.training.pytree import to_device
 from syncprims.training.rng import epoch_generator
 
@@ -27,9 +27,6 @@ from .sampling import (
     seed_generators,
     with_inner,
 )
-
-if TYPE_CHECKING:
-    from syncprims import Change
 
 T = TypeVar("T")
 
