@@ -35,30 +35,15 @@ from syncprims.interface import (
 
 from ..file.backend import FileBackend, lives_here
 from ..file.description import RankDescription, WorldDescription
+from . import rendezvous
+from . import store as stores
 from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd, read_key
 from .engines import DefaultGroup, GlooEngine, NcclEngine
 from .host_state import BEATS, Heartbeat
-from .rendezvous import (
-    HostGroup,
-    JoinWarning,
-    Placement,
-    Rendezvous,
-    describe_here,
-    unreachable,
-)
+from .rendezvous import HostGroup, Placement, Rendezvous
 from .slots import HostSlots, Roster
-from .store import (
-    TRY_AGAIN,
-    StoreEndpoint,
-    StoreGone,
-    StoreLink,
-    StoreProbe,
-    T,
-    check_findable,
-    find_run_id,
-    find_store,
-)
+from .store import StoreEndpoint, StoreGone, StoreLink, StoreProbe, T
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
@@ -89,10 +74,10 @@ class TorchBackend(Backend):
         self._ends_published: set[tuple[int, TwoLevelBoard]] = set()
         self._hosts: HostSlots | None = None  # if there are other hosts
         self._default = DefaultGroup()
-        self._endpoint = find_store(topology, settings) if topology.world_size > 1 else None
+        self._endpoint = stores.find_store(topology, settings) if topology.world_size > 1 else None
         self._links: tuple[StoreLink, ...] = ()
         if self._endpoint is None:
-            run_id = find_run_id(topology) if topology.world_size > 1 else topology.run_id
+            run_id = stores.find_run_id(topology) if topology.world_size > 1 else topology.run_id
             ranks = list(range(topology.world_size))
             host = HostGroup("here", ranks, torch.cuda.device_count() >= topology.world_size)
             self._placement = Placement(run_id or "", [host])
@@ -135,7 +120,7 @@ class TorchBackend(Backend):
                     f"unset the launcher's variables"
                 )
         if topology.world_size > 1:
-            check_findable(topology, settings)
+            stores.check_findable(topology, settings)
 
     @property
     def meeting_place(self) -> str:
@@ -150,7 +135,7 @@ class TorchBackend(Backend):
         """Learn which ranks share this host, and join them."""
         top, settings = self.topology, self.settings
         deadline = time.monotonic() + settings.join_timeout
-        warning = JoinWarning(settings.warn_after)
+        warning = rendezvous.JoinWarning(settings.warn_after)
         while True:
             requests = StoreLink(  # which is asked first, so that only one of the two has to wait
                 "requests",
@@ -166,7 +151,7 @@ class TorchBackend(Backend):
             except StoreGone:
                 # An earlier world may have served it, and it ended with that.
                 self._close_links()
-                time.sleep(TRY_AGAIN)
+                time.sleep(stores.TRY_AGAIN)
         self._placement = placement
         Rendezvous.met.add(placement.token)
         if len(placement.hosts) == 1:
@@ -212,7 +197,7 @@ class TorchBackend(Backend):
     def _arrive(self, roster: Roster, endpoint: StoreEndpoint) -> int:
         """Take the next slot of a run that goes on, and return it."""
         self._ask(endpoint, roster.read)
-        place, name, devices = describe_here(self.settings)
+        place, name, devices = rendezvous.describe_here(self.settings)
         for number, host in enumerate(roster.hosts):
             run_id = f"{self._placement.token}-{number}"
             if host.place.partition(_NEW)[0] == place and lives_here(run_id, self.settings):
@@ -228,7 +213,7 @@ class TorchBackend(Backend):
         try:
             return self._links[0].ask(work, self.settings.join_timeout)
         except StoreGone as error:
-            raise unreachable(self.topology, endpoint, error) from error
+            raise rendezvous.unreachable(self.topology, endpoint, error) from error
 
     def _description(self, ranks: Sequence[int]) -> WorldDescription:
         """Return what this host's part of the world, with these ranks, belongs to."""

@@ -13,17 +13,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from ..file import memory
 from ..file.abort import Aborts
 from ..file.liveness import Liveness
-from ..file.memory import (
-    CELLS,
-    HEADER_SIZE,
-    RECORD_HEAD,
-    TEXT_SIZE,
-    map_file,
-    read_record,
-    write_record,
-)
+from ..file.memory import CELLS, HEADER_SIZE, RECORD_HEAD
 from .decisions import END
 
 MAGIC = b"syncprims host state 3"
@@ -53,8 +46,8 @@ class HostState:
         self._entries_at = self._report_at + _REPORT_SIZE
         intents_at = self._entries_at + CELLS * ENTRY_SIZE
         texts_at = intents_at + _ROUND.size * count
-        size = texts_at + TEXT_SIZE * count
-        self._memory = map_file(liveness.directory, f"{name}{OF_HOST}", MAGIC, count, size)
+        size = texts_at + memory.TEXT_SIZE * count
+        self._memory = memory.map_file(liveness.directory, f"{name}{OF_HOST}", MAGIC, count, size)
         #: Breaks the board for this host, which is cut off from the store, unless it already knows
         #: the decision about the round: so either all its ranks raise, or none does.
         self.cut = Aborts(
@@ -127,20 +120,20 @@ class HostState:
     # -- entries --------------------------------------------------------------------------------
 
     def _write(self, at: int, number: int, data: bytes) -> None:
-        write_record(self._memory, at, _ROUND.pack(number) + data)
+        memory.write_record(self._memory, at, _ROUND.pack(number) + data)
 
     def _read(self, at: int, size: int, number: int) -> bytes | None:
-        data = read_record(self._memory, at, size)
+        data = memory.read_record(self._memory, at, size)
         return data[8:] if data is not None and data[:8] == _ROUND.pack(number) else None
 
 
-def read_report(memory: bytes, count: int) -> tuple[int, dict[str, Any]]:
+def read_report(copy: bytes, count: int) -> tuple[int, dict[str, Any]]:
     """Return the latest report about other hosts in the copied state of `count` members.
 
     It is of the round that is also returned: 0 if there is none.
     """
     at = HEADER_SIZE + _ROUND.size * (count + 1)
-    data = read_record(memory, at, _REPORT_SIZE) or b""
+    data = memory.read_record(copy, at, _REPORT_SIZE) or b""
     if len(data) <= _ROUND.size:
         return 0, {}
     return int(_ROUND.unpack_from(data)[0]), json.loads(data[_ROUND.size :])

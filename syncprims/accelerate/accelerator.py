@@ -15,15 +15,9 @@ import torch
 from torch import nn
 
 import syncprims
+from syncprims import training
 from syncprims._world.world import set_world_timeout
-from syncprims.training import (
-    Accumulator,
-    Precision,
-    gathering,
-    join_uneven_inputs,
-    rank_device,
-    unwrap_model,
-)
+from syncprims.training import Accumulator, gathering
 from syncprims.training import PreparedOptimizer as AcceleratedOptimizer
 from syncprims.training import PreparedScheduler as AcceleratedScheduler
 from syncprims.training.optimizer import delegated
@@ -127,12 +121,12 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
             set_world_timeout(syncprims.current(), self.init_handler.timeout.total_seconds())
         cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
         chosen = None if cpu else os.environ.get("ACCELERATE_TORCH_DEVICE")
-        device = torch.device(chosen) if chosen else rank_device(cpu=cpu)
+        device = torch.device(chosen) if chosen else training.rank_device(cpu=cpu)
         mode = getattr(mixed_precision, "value", mixed_precision)  # of an enumeration
         mode = mode or os.environ.get("ACCELERATE_MIXED_PRECISION")
         self.accumulator = Accumulator(
             window.num_steps or steps,
-            precision=Precision(mode, device, scaler=_options(self.scaler_handler)),
+            precision=training.Precision(mode, device, scaler=_options(self.scaler_handler)),
             sync_with_dataloader=window.sync_with_dataloader,
             sync_each_batch=window.sync_each_batch,
             divide_by_steps=True,
@@ -285,7 +279,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> M:
         """Return the model inside of its wrappers. See :func:`syncprims.training.unwrap_model`."""
-        return unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        return training.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything that was prepared or registered; return a None for each object."""
@@ -333,7 +327,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
                 even = loader.even_batches
                 stack.callback(setattr, loader, "even_batches", even)
                 loader.even_batches = even if even_batches is None else even_batches
-            stack.enter_context(join_uneven_inputs(self.accumulator))
+            stack.enter_context(training.join_uneven_inputs(self.accumulator))
             yield
 
 

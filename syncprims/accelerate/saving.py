@@ -13,17 +13,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from syncprims import (
-    CheckpointError,
-    CollectiveMismatch,
-    PeerLost,
-    SyncTimeout,
-    current,
-    get_rank,
-    get_world_size,
-    is_local_main,
-    is_main,
-)  # fmt: skip
+import syncprims
+from syncprims import CheckpointError, current, get_rank, get_world_size, is_main
 from syncprims._world.world import get_own_group
 from syncprims.training import Accumulator, checkpoints, unwrap_model
 from syncprims.training.checkpoints import Saving, Stateful, filesystem
@@ -249,7 +240,7 @@ class Checkpointing:
     @property
     def should_save_model(self) -> bool:
         """Whether this is the first rank of its node, for scripts that write models themselves."""
-        return is_local_main()
+        return syncprims.is_local_main()
 
     @property
     def save_iteration(self) -> int:
@@ -369,7 +360,7 @@ def _for_all_ranks(call: str) -> Generator[None]:
     """Add to errors of a block that all ranks enter what scripts of Accelerate often miss."""
     try:
         yield
-    except (CollectiveMismatch, PeerLost, SyncTimeout) as error:
+    except (syncprims.CollectiveMismatch, syncprims.PeerLost, syncprims.SyncTimeout) as error:
         text = (
             f"{error}\nAll ranks call {call}. If it is under `if is_main_process:`, or in a "
             f"function that runs on one rank only, call it outside of that."

@@ -32,26 +32,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncprims import errors
+from syncprims._system import processes
 from syncprims._system.host import free_port
-from syncprims._system.processes import (
-    adopt_orphans,
-    die_with,
-    end_processes,
-    find_children,
-    leave_terminal,
-    reap_children,
-)
 from syncprims._world.launchers import detect, make_rank_variables
 from syncprims._world.registry import find_end_recorder
 from syncprims._world.scratch import scratch_directory
-from syncprims.errors import (
-    ConfigurationError,
-    Failure,
-    SyncError,
-    describe_exit,
-    format_ranks,
-    parse_ranks,
-)
+from syncprims.errors import ConfigurationError, Failure, SyncError
 
 from .output import Output, Source
 from .plan import LaunchPlan, launch_environment
@@ -85,8 +71,10 @@ def launch(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
         _signals(launcher.take_signal),
         scratch_directory("run", outer if inside else None) as scratch,
         _guard(scratch) as guard,
-        _adopted_orphans(),
+        contextlib.ExitStack() as stack,
     ):
+        processes.adopt_orphans()  # so that what ranks leave behind is found
+        stack.callback(processes.adopt_orphans, False)
         return launcher.run(scratch, guard)
 
 
@@ -103,16 +91,6 @@ def _signals(take: Callable[[int], None]) -> Generator[None]:
     finally:
         for signum, handler in {**before, signal.SIGCHLD: children}.items():
             signal.signal(signum, handler)
-
-
-@contextlib.contextmanager
-def _adopted_orphans() -> Generator[None]:
-    """Be the parent of what ranks leave behind, so that it is found."""
-    adopt_orphans()
-    try:
-        yield
-    finally:
-        adopt_orphans(False)
 
 
 # -- the guard ----------------------------------------------------------------------------------
@@ -170,7 +148,7 @@ def _stand_guard(reader: int, scratch: Path) -> None:
         for pid in said.rpartition(b"\n")[2].split():
             with contextlib.suppress(OSError):
                 os.killpg(int(pid), signal.SIGKILL)
-    end_processes(scratch)
+    processes.end_processes(scratch)
     shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -220,8 +198,8 @@ class _RankProcess:
 
 def _prepare(parent: int) -> None:
     """Make this process end with its parent, and independent of the terminal's job control."""
-    die_with(parent)
-    leave_terminal()
+    processes.die_with(parent)
+    processes.leave_terminal()
 
 
 #: What a process runs that starts beside a thread of ours, before it becomes the rank.
@@ -236,7 +214,9 @@ class _Launcher:
     """Starts all ranks, at most as often as the plan says, and watches them."""
 
     def __init__(self, plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-        self._plan = plan
+        self._plan, self._options = plan, plan.options
+        #: Ranks that go on after losses; then lost ones are replaced.
+        self._least = plan.options.elastic[0] if plan.options.elastic else None
         self._variables = {
             **launch_environment(plan, environ),
             "SYNCPRIMS_RUN_ID": uuid.uuid4().hex,
@@ -244,9 +224,12 @@ class _Launcher:
         }
         self._directory = self._variables.get("SYNCPRIMS_DIR")
         self._received: list[int] = []  # signals that ask us to end
-        self._facts: dict[str, Any] | None = {"host": socket.gethostname()} if plan.json else None
+        self._logs = None if self._options.log_dir is None else Path(self._options.log_dir)
+        self._facts: dict[str, Any] | None = None  # in each line of JSON
+        if self._options.json:
+            self._facts = {"host": socket.gethostname()}
         self._output = Output(sys.stdout, sys.stderr, self._received, self._facts)
-        self._spare = find_children()  # of the program that calls this: no part of the run
+        self._spare = processes.find_children()  # of the calling program: no part of the run
         self._began: list[float] = []  # restarts and replacements: when they were granted
         # Of the present start:
         self._lost: list[_RankProcess] = []  # without which the others go on
@@ -268,15 +251,13 @@ class _Launcher:
     def run(self, scratch: Path, guard: _Guard) -> int:
         """Run all ranks to their end, again after a failure, and return the exit code."""
         self._spare.add(guard.pid)
-        if self._plan.log_dir is not None:
+        if self._logs is not None:
             try:
-                Path(self._plan.log_dir).mkdir(parents=True, exist_ok=True)
-                Path(self._plan.log_dir, "rank-0.log").open("ab").close()
+                self._logs.mkdir(parents=True, exist_ok=True)
+                (self._logs / "rank-0.log").open("ab").close()
             except OSError as refusal:
-                raise ConfigurationError(
-                    f"--log-dir {self._plan.log_dir}: {refusal.strerror}; name a directory in "
-                    f"which this user may write"
-                ) from refusal
+                text = f"--log-dir {self._logs}: {refusal.strerror}; name a directory"
+                raise ConfigurationError(f"{text} in which this user may write") from refusal
         for restart in itertools.count():
             if self._facts is not None:
                 self._facts["restart"] = restart
@@ -289,7 +270,7 @@ class _Launcher:
                 "MASTER_PORT": str(free_port()),
             }
             self._run_once(folder, guard)
-            if not self._failed or self._received or self._plan.least:
+            if not self._failed or self._received or self._least:
                 break
             if (again := self._grant()) is None:
                 break
@@ -328,8 +309,8 @@ class _Launcher:
             for rank in self._ranks:
                 rank.send(signal.SIGKILL)
                 rank.process.wait()
-            end_processes(folder, os.getpid(), self._spare)
-            reap_children(self._spare)
+            processes.end_processes(folder, os.getpid(), self._spare)
+            processes.reap_children(self._spare)
             self._output.finish()
             with contextlib.suppress(OSError, SyncError):  # what is left where the ranks met
                 recorder, topology, settings = find_end_recorder(self._environ(0))
@@ -366,7 +347,7 @@ class _Launcher:
         self._ranks.append(started)
         assert process.stdout is not None
         assert process.stderr is not None
-        log = None if self._plan.log_dir is None else Path(self._plan.log_dir, f"rank-{rank}.log")
+        log = None if self._logs is None else self._logs / f"rank-{rank}.log"
         return (
             Source(rank, process.stdout, self._output.stdout, log),
             Source(rank, process.stderr, self._output.stderr, log, started.tail),
@@ -391,14 +372,14 @@ class _Launcher:
             for rank in ended:  # others may wait for it to join
                 with contextlib.suppress(OSError, SyncError):
                     recorder, topology, settings = find_end_recorder(self._environ(rank.rank))
-                    recorder.record_end(topology, settings, describe_exit(rank.status))
+                    recorder.record_end(topology, settings, errors.describe_exit(rank.status))
             now = time.monotonic()
             for signum in self._received[handled:]:
                 if requested_at == math.inf:
-                    requested_at, kill_at = now, min(kill_at, now + self._plan.grace)
+                    requested_at, kill_at = now, min(kill_at, now + self._options.grace)
                     self._output.say(
                         f"syncprims run: {signal.Signals(signum).name}: the ranks have "
-                        f"{self._plan.grace:g} s to stop; another Ctrl-C ends them at once"
+                        f"{self._options.grace:g} s to stop; another Ctrl-C ends them at once"
                     )
                 elif signum != signal.SIGINT:
                     continue
@@ -415,7 +396,7 @@ class _Launcher:
                 self._stop(running, signal.SIGKILL)
                 kill_at = now + GRACE
             if now >= reap_at:
-                reap_children({*self._spare, *(rank.process.pid for rank in self._ranks)})
+                processes.reap_children({*self._spare, *(rank.process.pid for rank in self._ranks)})
                 reap_at = now + _REAP_EVERY
             time.sleep(_POLL_INTERVAL)
 
@@ -423,7 +404,7 @@ class _Launcher:
         """Fail the run, unless enough ranks are left; then a replacement may be due."""
         self._lost += failed
         left = [rank for rank in self._ranks if not rank.status]
-        if failed and (self._received or len(left) < (self._plan.least or math.inf)):
+        if failed and (self._received or len(left) < (self._least or math.inf)):
             self._failed, self._lost = self._failed + self._lost, []
         elif not self._failed:
             for rank in failed:
@@ -441,8 +422,8 @@ class _Launcher:
 
         None if as many were granted as the plan allows, within its window of time.
         """
-        now, most = time.monotonic(), self._plan.max_restarts
-        count = sum(now - at < self._plan.restart_window for at in self._began)
+        now, most = time.monotonic(), self._options.max_restarts
+        count = sum(now - at < self._options.restart_window for at in self._began)
         if count >= most:
             return None
         self._began.append(now)
@@ -464,8 +445,8 @@ class _Launcher:
         """Report which ranks failed, and why; return the exit code of the root cause."""
         stopped = [rank.rank for rank in self._ranks if rank.stopped]
         lines, code = describe_failure([rank.ended for rank in self._failed], stopped)
-        if self._plan.log_dir is not None:
-            lines.append(f"  all that the ranks have printed is in {self._plan.log_dir}/rank-N.log")
+        if self._logs is not None:
+            lines.append(f"  all that the ranks have printed is in {self._logs}/rank-N.log")
         self._output.say(*lines)
         return code
 
@@ -496,7 +477,7 @@ class EndedRank(NamedTuple):
     @property
     def how(self) -> str:
         """How its process ended, and with which error."""
-        text = f"({describe_exit(self.status)})"
+        text = f"({errors.describe_exit(self.status)})"
         if self.failure is not None:
             text += f": {self.failure.headline.removeprefix('syncprims.')}"
         return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
@@ -535,10 +516,6 @@ def describe_failure(failed: Sequence[EndedRank], stopped: Sequence[int]) -> tup
 
 
 def _name(ranks: Iterable[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0-4, 6, 7``."""
-    spans = [parse_ranks(span) for span in format_ranks(sorted(ranks)).split(",")]
-    parts = [
-        f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans
-    ]
-    several = len(spans) > 1 or len(spans[0]) > 1
-    return f"rank{'s' * several} {', '.join(parts)}"
+    """Return ``rank 3``, or ``ranks 0-4, 6-7``."""
+    text = errors.format_ranks(sorted(ranks)).replace(",", ", ")
+    return f"rank {text}" if text.isdecimal() else f"ranks {text}"

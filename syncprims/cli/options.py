@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -27,17 +28,16 @@ RANKS, BACKEND, DEVICES, SCRIPT_ENVIRONMENT, NODES, SCRIPT = (
 class Option(NamedTuple):
     """One option: ``--the-key VALUE`` on a command line, ``the_key: value`` in a file."""
 
-    key: str
     read: Callable[[object], Any]  #: returns the value of what was written, or raises InvalidValue
     section: str
     help: str
     metavar: str | None = None  #: None: it is a switch
     short: tuple[str, ...] = ()
 
-    @property
-    def flag(self) -> str:
-        """The flag on the command line."""
-        return "--" + self.key.replace("_", "-")
+
+def flag_of(key: str) -> str:
+    """Return the flag of an option on the command line."""
+    return "--" + key.replace("_", "-")
 
 
 # -- reading one value -------------------------------------------------------------------------
@@ -136,30 +136,31 @@ SECONDS = number(float, 1e-3, "a number of seconds")
 # -- the table ---------------------------------------------------------------------------------
 
 
-def _option(read: Callable[[object], Any], section: str, help: str, *rest: Any, **more: Any) -> Any:
-    default = False if read is switch else () if read is words else None
-    return field(default=default, metadata={"option": (read, section, help, *rest), "more": more})
+def _option(*about: Any, default: Any = None, **more: Any) -> Any:
+    option = Option(*about, **more)
+    return field(default=default if option.metavar else False, metadata={"option": option})
 
 
 @dataclass(frozen=True)
 class Options:
-    """The values of a run's options, from flags or a file; None: not set."""
+    """The values of a run's options, from flags or a file."""
 
     # fmt: off
     ranks: int | None = _option(number(int, 1, "a number of ranks"), RANKS,
         "how many ranks to start; with several nodes, on each (default: one for each of --gpus)",
-        "N", ("-n", "-np"))
-    max_restarts: int | None = _option(number(int, 0, "a number of restarts"), RANKS,
+        "N", short=("-n", "-np"))
+    max_restarts: int = _option(number(int, 0, "a number of restarts"), RANKS,
         "how often to start all ranks again after one has failed; with --elastic, how many "
-        "replacements to start (default: 0)", "N")
-    restart_window: float | None = _option(SECONDS, RANKS,
+        "replacements to start (default: 0)", "N", default=0)
+    restart_window: float = _option(SECONDS, RANKS,
         "count only the restarts of so many last seconds against --max-restarts (default: all)",
-        "SECONDS")
+        "SECONDS", default=math.inf)
     elastic: tuple[int, int] | None = _option(span, RANKS,
         "start MAX ranks, and go on after losses while at least MIN of them live; the script calls "
         "reform()", "MIN:MAX")
-    grace: float | None = _option(SECONDS, RANKS,
-        "seconds that the ranks have to stop after SIGTERM or Ctrl-C (default: 30)", "SECONDS")
+    grace: float = _option(SECONDS, RANKS,
+        "seconds that the ranks have to stop after SIGTERM or Ctrl-C (default: 30)", "SECONDS",
+        default=30.0)
     log_dir: str | None = _option(word, RANKS,
         "add what each rank prints to the file rank-N.log in this directory, too", "DIR")
     json: bool = _option(switch, RANKS,
@@ -187,22 +188,20 @@ class Options:
         "ranks that are lost raise errors that name them ($SYNCPRIMS_SERVE_TORCH)")
     trace: str | None = _option(word, SCRIPT_ENVIRONMENT,
         "record every round of every rank in this directory ($SYNCPRIMS_TRACE)", "DIR")
-    nodes: int | None = _option(number(int, 1, "a number of nodes"), NODES,
-        "number of machines; run the command on each", "N")
+    nodes: int = _option(number(int, 1, "a number of nodes"), NODES,
+        "number of machines; run the command on each", "N", default=1)
     node_rank: int | None = _option(number(int, 0, "a number of a node"), NODES,
         "which of them this is, from 0 (default: torchrun numbers them as they join)", "K")
     rendezvous: tuple[str, int] | None = _option(address, NODES,
         "where they meet: an address of node 0, and a free port there", "HOST:PORT")
     module: bool = _option(switch, SCRIPT, "the script is a module, as in python -m", short=("-m",))
     script: str | None = _option(word, SCRIPT, "the script to run", "SCRIPT")
-    args: tuple[str, ...] = _option(words, SCRIPT, "the arguments of the script", "ARGS")
+    args: tuple[str, ...] = _option(words, SCRIPT, "the arguments of the script", "ARGS",
+        default=())
     # fmt: on
 
 
-OPTIONS = tuple(
-    Option(one.name, *one.metadata["option"], **one.metadata["more"]) for one in fields(Options)
-)
-BY_KEY = {option.key: option for option in OPTIONS}
+OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(Options)}
 #: What to give in place of the names that `accelerate launch` has for the same things.
 _OF_ACCELERATE = {
     "num_processes": "-n N, which counts the ranks of one node",
@@ -235,20 +234,20 @@ def add_options(parser: CommandParser) -> None:
         "--config", metavar="FILE", help="read options from a file: *.yaml, *.toml, *.json"
     )
     groups: dict[str, Any] = {}
-    for option in OPTIONS:
-        if option.key in ("script", "args"):
+    for key, option in OPTIONS.items():
+        if key in ("script", "args"):
             continue
         if option.section not in groups:
             groups[option.section] = parser.add_argument_group(option.section)
         about: dict[str, Any] = {"action": "store_true"}
         if option.metavar is not None:
             about = {"metavar": option.metavar, "type": option.read}
-        names = [*option.short, option.flag]
-        underscored = [f"--{option.key}"] if "_" in option.key else []
+        names = [*option.short, flag_of(key)]
+        underscored = [f"--{key}"] if "_" in key else []
         action = groups[option.section].add_argument(
             *names,
             *underscored,
-            dest=option.key,
+            dest=key,
             default=argparse.SUPPRESS,
             help=option.help.replace("%", "%%"),
             **about,
@@ -264,26 +263,25 @@ def add_options(parser: CommandParser) -> None:
 
 def values_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the values of a parsed command line by key; only those that were given."""
-    values = {key: value for key, value in vars(options).items() if key in BY_KEY}
+    values = {key: value for key, value in vars(options).items() if key in OPTIONS}
     line = options.line[1:] if options.line[:1] == ["--"] else options.line
     if line:
         values["script"], values["args"] = line[0], tuple(line[1:])
     return values
 
 
-def _explain(name: str, known: list[str]) -> str:
+def _explain(name: str, spell: Callable[[str], str]) -> str:
     """Return what to give in place of an unknown flag or key, as an error goes on."""
     if instead := _OF_ACCELERATE.get(name.replace("-", "_")):
         return f": give {instead}"
-    near = difflib.get_close_matches(name.replace("-", "_"), BY_KEY, n=1, cutoff=0.7)
-    hint = f" did you mean {known[[*BY_KEY].index(near[0])]}?" if near else ""
+    near = difflib.get_close_matches(name.replace("-", "_"), OPTIONS, n=1, cutoff=0.7)
+    hint = f" did you mean {spell(near[0])}?" if near else ""
     return f";{hint} docs/command-line.md has them all"
 
 
 def _explain_flag(written: str) -> ConfigurationError:
     flag = written.partition("=")[0]
-    hint = _explain(flag.lstrip("-"), [option.flag for option in OPTIONS])
-    return ConfigurationError(f"there is no flag {flag}{hint}")
+    return ConfigurationError(f"there is no flag {flag}{_explain(flag.lstrip('-'), flag_of)}")
 
 
 # -- in a file -----------------------------------------------------------------------------------
@@ -297,12 +295,12 @@ def read_file(path: str) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for key, value in _parse(Path(path)).items():
-        option = BY_KEY.get(key.replace("-", "_"))
-        if option is None:
-            raise ConfigurationError(f"{path}: there is no key {key!r}{_explain(key, [*BY_KEY])}")
+        name = key.replace("-", "_")
+        if name not in OPTIONS:
+            raise ConfigurationError(f"{path}: there is no key {key!r}{_explain(key, str)}")
         try:
             if value is not None:
-                values[option.key] = option.read(value)
+                values[name] = OPTIONS[name].read(value)
         except ValueError as error:
             raise ConfigurationError(f"{path}: {key}: {error}") from None
     return values

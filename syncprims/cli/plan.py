@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -14,7 +13,7 @@ from syncprims._world.settings import read_settings
 from syncprims.errors import BackendUnavailable, ConfigurationError, install
 from syncprims.interface import Topology
 
-from .options import BY_KEY, Options
+from .options import Options, flag_of
 
 _UNSET = "drop the flag, or unset that variable, which comes from the environment"
 
@@ -22,16 +21,11 @@ _UNSET = "drop the flag, or unset that variable, which comes from the environmen
 class LaunchPlan(NamedTuple):
     """What to start on this machine."""
 
-    command: list[str]  #: of one rank
+    options: Options
     ranks: int  #: on this machine
+    command: list[str]  #: of one rank
     variables: dict[str, str]  #: to set for all ranks
     torchrun: list[str]  #: the command that starts torchrun instead; empty on one node
-    max_restarts: int = 0  #: of all ranks on this machine, after one has failed
-    restart_window: float = math.inf  #: seconds within which there may be so many
-    least: int | None = None  #: ranks that go on after losses; then lost ones are replaced
-    grace: float = 30.0  #: seconds between a signal to stop and SIGKILL
-    log_dir: str | None = None  #: where the output of each rank is written, too
-    json: bool = False  #: whether each line of the output is a JSON object
 
 
 def merge(flags: Mapping[str, Any], file: Mapping[str, Any]) -> Options:
@@ -60,7 +54,7 @@ def plan_launch(
             "--gpus all: no CUDA device is visible on this machine; install its driver, correct "
             "CUDA_VISIBLE_DEVICES, or start the ranks without --gpus"
         )
-    ranks, nodes = _size(options)
+    ranks, nodes = _count_ranks(options), options.nodes
     variables = _settings(options, environ)
     if options.elastic:
         variables["SYNCPRIMS_ELASTIC"] = "1"
@@ -83,25 +77,13 @@ def plan_launch(
             "--node-rank and --rendezvous are for several nodes; say how many with --nodes"
         )
     command = [sys.executable, "-u", *script]
-    least = options.elastic[0] if options.elastic else None
     for key in ("grace", "log_dir", "restart_window", "json") if torchrun else ():
-        if getattr(options, key):
+        if getattr(options, key) != getattr(Options, key):
             raise ConfigurationError(
-                f"{BY_KEY[key].flag} is for one node; torchrun, which starts the ranks of several, "
-                f"has flags of its own: `torchrun --help`"
+                f"{flag_of(key)} is for one node; torchrun, which starts the ranks of several, has "
+                f"flags of its own: `torchrun --help`"
             )
-    return LaunchPlan(
-        command,
-        ranks,
-        variables,
-        torchrun,
-        options.max_restarts or 0,
-        options.restart_window or math.inf,
-        least,
-        options.grace or 30.0,
-        options.log_dir,
-        options.json,
-    )
+    return LaunchPlan(options, ranks, command, variables, torchrun)
 
 
 def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
@@ -116,12 +98,12 @@ def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str
 # -- one decision each -------------------------------------------------------------------------
 
 
-def _size(options: Options) -> tuple[int, int]:
-    """Return the number of ranks on each node, and the number of nodes."""
+def _count_ranks(options: Options) -> int:
+    """Return the number of ranks on each node."""
     ranks = options.ranks
     if options.elastic:
         flag = "--elastic {}:{}".format(*options.elastic)
-        if (options.nodes or 1) > 1:
+        if options.nodes > 1:
             raise ConfigurationError(
                 f"{flag} works on one machine: torchrun, which starts the ranks of several nodes, "
                 f"ends all of them when one is lost. Use --max-restarts there"
@@ -136,7 +118,7 @@ def _size(options: Options) -> tuple[int, int]:
             "the number of ranks is missing: give -n before the script, as in `syncprims run -n 4 "
             "train.py`. What follows the script belongs to the script"
         )
-    return ranks, options.nodes or 1
+    return ranks
 
 
 def _settings(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
@@ -148,7 +130,7 @@ def _settings(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
             continue
         text = "1" if value is True else f"{value:g}" if key == "timeout" else str(value)
         if environ.get(name) not in (None, "", text):
-            flag = BY_KEY[key].flag + ("" if value is True else f" {text}")
+            flag = flag_of(key) + ("" if value is True else f" {text}")
             raise _contradiction(flag, f"{name}={environ[name]}", _UNSET)
         variables[name] = text
     autoload = environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")

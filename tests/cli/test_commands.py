@@ -14,7 +14,7 @@ from support.rank_environment import PATIENCE, clean_environ, free_port, run_pyt
 from support.rank_worlds import CLOSING
 
 from syncprims.cli import COMMANDS, main, parser
-from syncprims.cli.options import OPTIONS
+from syncprims.cli.options import OPTIONS, flag_of
 
 TELL = """
 import os, sys
@@ -140,9 +140,8 @@ def test_the_page_has_every_command_and_flag() -> None:
     page = (ROOT / "docs" / "command-line.md").read_text()
     for name in NAMES:
         assert f"## {name}\n" in page
-    for option in OPTIONS:
-        named = (option.flag, f"`{option.key}`", f"--{option.key}")
-        assert any(name in page for name in named), option.key
+    for key in OPTIONS:
+        assert any(name in page for name in (flag_of(key), f"`{key}`", f"--{key}")), key
 
 
 def test_devices_that_are_not_there_are_told(tmp_path: Path, clean: dict[str, str]) -> None:

@@ -117,7 +117,7 @@ def test_every_ending_has_its_code(launches: Launches, source: str, code: int, h
     report = done.err[done.err.index("syncprims run:") :]
     assert report.startswith("syncprims run: rank 2 failed first (")
     assert how in report
-    assert re.search(r"\nranks 0, 1: Peer(Lost|Failed) because of rank 2\n", done.err)
+    assert re.search(r"\nranks 0-1: Peer(Lost|Failed) because of rank 2\n", done.err)
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_ranks_are_started_again_as_the_next_generation(launches: Launches) -> N
 def test_the_last_generation_decides(launches: Launches) -> None:
     done = launches.run(f"{GENERATIONS}sys.exit(5 + int(generation))\n", "--max-restarts", "1", n=2)
     assert done.code == 6
-    assert done.report[-1] == "syncprims run: ranks 0, 1 failed together (exit code 6)"
+    assert done.report[-1] == "syncprims run: ranks 0-1 failed together (exit code 6)"
     assert "syncprims run: restart 1 of 1" in done.report
 
 

@@ -185,7 +185,7 @@ def test_the_cause_comes_last_and_is_not_drowned(launches: Launches) -> None:
     lines = done.err.splitlines()
     assert len(lines) <= 40
     assert lines[-1] == "  | ValueError: bad"
-    assert "ranks 0-4, 6, 7: PeerFailed because of rank 5" in lines
+    assert "ranks 0-4, 6-7: PeerFailed because of rank 5" in lines
     assert sum("Traceback" in line for line in lines) == 2  # of rank 5 itself, and in the report
 
 
@@ -250,5 +250,5 @@ def test_the_cause_is_known_of_a_world_that_has_ended(launches: Launches, ended:
     done = launches.run(ended.format("barrier('a' if is_main() else 'b')"), n=2)
     said = [line for line in done.report if line.startswith("syncprims run: ")]
     assert [line.partition(" (")[0] for line in said] == [
-        "syncprims run: ranks 0, 1 failed together"
+        "syncprims run: ranks 0-1 failed together"
     ]

@@ -91,7 +91,7 @@ class Place(NamedTuple):
         :raises BlockingIOError: if another program saves to `path`.
         :raises FileNotFoundError: if another program has just changed something there.
         """
-        (parent, name), token = os.path.split(path), new_token()
+        (parent, name), token = os.path.split(path), secrets.token_hex(8)
         if filesystem.exists(path):
             if not filesystem.is_directory(path):
                 what = "this exists, and is not a directory"
@@ -437,14 +437,9 @@ def _is_gone(path: str) -> bool:
     return True  # not known: then nothing is removed
 
 
-def new_token() -> str:
-    """Return a unique text for temporary names. It does not change Python's random numbers."""
-    return secrets.token_hex(8)
-
-
-def temporary(name: str, token: str) -> str:
-    """Return the temporary name of what will be called `name`."""
-    return f".{name}.tmp-{token}"
+def temporary(name: str, token: str = "") -> str:
+    """Return the temporary name of what will be called `name`; by default, one of its own."""
+    return f".{name}.tmp-{token or secrets.token_hex(8)}"  # Python's random numbers stay
 
 
 def final_name(name: str) -> str:

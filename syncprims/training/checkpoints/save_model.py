@@ -171,7 +171,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
 def _write_object(obj: Any, target: str, safe: bool) -> None:
     target = filesystem.resolve_target(target)
     folder, name = os.path.split(target)
-    waiting = f"{folder}/{commit.temporary(name, commit.new_token())}"
+    waiting = f"{folder}/{commit.temporary(name)}"
 
     def prepare() -> None:
         if not safe:

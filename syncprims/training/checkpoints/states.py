@@ -20,21 +20,9 @@ from syncprims import CheckpointError, get_rank
 from syncprims.training.rng import capture as capture_rng
 from syncprims.training.rng import restore as restore_rng
 
-from . import filesystem, integrity, stateful
+from . import commit, filesystem, integrity, stateful
 from .async_save import Saving, finish_earlier, start_save
-from .commit import (
-    Digests,
-    FilePlan,
-    Save,
-    Tensors,
-    final_name,
-    new_token,
-    planned,
-    remove_unlocked,
-    split_by_size,
-    temporary,
-    with_unused_names,
-)
+from .commit import Digests, FilePlan, Save, Tensors
 from .coordination import check_equal, coordinate, directory_path, meet
 from .integrity import BLANK, SEAL, check_file_name, reading, refusal
 from .safetensors_file import byte_size, read_safetensors, write_safetensors
@@ -158,7 +146,7 @@ def save_to(
         return _StateSave(doing, ranks, step, states, split_state(own))
 
     with contextlib.ExitStack() as lock:
-        with planned(doing, path, make, "have different states", lock) as save:
+        with commit.planned(doing, path, make, "have different states", lock) as save:
             save.on_commit = on_commit
             if block:
                 save.run()
@@ -168,7 +156,7 @@ def save_to(
 def _split(tensors: Tensors, count: int) -> list[Tensors]:
     """Return the tensors of an object by file, so that so many ranks can share the writing."""
     most = max(-(-byte_size(tensors.values()) // count), _LARGE)
-    return split_by_size(tensors, min(most, _LARGEST)) if tensors else []
+    return commit.split_by_size(tensors, min(most, _LARGEST)) if tensors else []
 
 
 class _StateSave(Save):
@@ -195,7 +183,7 @@ class _StateSave(Save):
             FilePlan(f"rank-{n:05d}{_ENDING}", n, self._own.tensors if n == self.number else {})
             for n in with_tensors
         ]
-        self.files = with_unused_names([*files, *rank_files], self.place)
+        self.files = commit.with_unused_names([*files, *rank_files], self.place)
         names = iter(file.name for file in self.files)
         objects = {
             name: SavedState(state.tree, [next(names) for _ in self.groups[name + _ENDING]])
@@ -472,18 +460,18 @@ class Checkpoints:
             gone = others[: max(0, len(others) - self.keep_last + 1)]
             for step in gone:
                 # Rename it first, so that no reader finds half of one.
-                away = f"{self.directory}/{temporary(f'{self.prefix}{step}', new_token())}"
+                away = f"{self.directory}/{commit.temporary(f'{self.prefix}{step}')}"
                 with contextlib.suppress(BlockingIOError):
-                    remove_unlocked(self.path(step), away)
+                    commit.remove_unlocked(self.path(step), away)
             # Another process may be saving one of the later steps now.
             oldest = min({*steps, saved} - {*gone})
             for name in filesystem.names(self.directory):
-                final = final_name(name)
+                final = commit.final_name(name)
                 number = final.removeprefix(self.prefix)
                 whole = final.startswith(self.prefix) and number.isdecimal()
                 if whole and int(number) < oldest:
                     with contextlib.suppress(BlockingIOError):
-                        remove_unlocked(f"{self.directory}/{name}")
+                        commit.remove_unlocked(f"{self.directory}/{name}")
         except OSError as error:
             text = "could not remove older checkpoints in %s: %s"
             filesystem.LOG.warning(text, self.directory, error)

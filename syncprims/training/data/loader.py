@@ -17,16 +17,9 @@ from syncprims import Change, broadcast, get_rank, get_world_size
 from syncprims.training.pytree import to_device
 from syncprims.training.rng import epoch_generator
 
+from . import sampling
 from .batch_shards import BatchShard, ShardPlan, dispatch, with_last
-from .sampling import (
-    EpochSetter,
-    SeedableRandomSampler,
-    copy_sampler,
-    is_sharded,
-    samplers,
-    seed_generators,
-    with_inner,
-)
+from .sampling import EpochSetter, SeedableRandomSampler, samplers
 
 T = TypeVar("T")
 
@@ -126,7 +119,7 @@ class PreparedLoader(DataLoader[T]):
         self._shard: BatchShard | None = shard if isinstance(shard, BatchShard) else None
         self._shards_itself = False  # each rank's sampler has a share of the data only
         if self._shard is not None:
-            self._shards_itself = is_sharded(shard.batch_sampler)
+            self._shards_itself = sampling.is_sharded(shard.batch_sampler)
             self._epochs = EpochSetter(shard.batch_sampler)
             shard.seeded, shard.checked = seed is not None, True
 
@@ -340,8 +333,8 @@ class PreparedLoader(DataLoader[T]):
             shard.start, shard.skip, shard.epoch = start, skip, epoch
             self._epochs.set(shard.batch_sampler, epoch)
             if seed is not None:
-                shard.seed, shard.batches = seed, copy_sampler(shard.batch_sampler)
-                seed_generators(shard.batches, seed, epoch)
+                shard.seed, shard.batches = seed, sampling.copy_sampler(shard.batch_sampler)
+                sampling.seed_generators(shard.batches, seed, epoch)
         return iter(loader)
 
 
@@ -438,7 +431,7 @@ def _check(loader: Any, *, dispatched: bool) -> None:
             f"in_order=False lets {loader.num_workers} workers hand out batches in any order, and "
             f"no rank knows its position then; leave in_order out"
         )
-    if dispatched and any(map(is_sharded, (loader.batch_sampler, loader.sampler))):
+    if dispatched and any(map(sampling.is_sharded, (loader.batch_sampler, loader.sampler))):
         raise ValueError(
             "dispatch_batches lets rank 0 read for all, and a DistributedSampler gives it a share "
             "of the data only; remove the sampler, or dispatch_batches"
@@ -478,7 +471,7 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan, seed: int | None = None) ->
     sampler: Any = loader.batch_sampler if batched else loader.sampler
     if seed is not None:
         sampler = _make_seedable(sampler, seed)
-    if plan.dispatch or is_sharded(sampler):
+    if plan.dispatch or sampling.is_sharded(sampler):
         plan = ShardPlan(0, 1, plan.even)
     shard = BatchShard(sampler, plan)
     if batched:
@@ -495,7 +488,7 @@ def _make_seedable(sampler: Any, seed: int) -> Any:
         )
     inner = getattr(sampler, "sampler", None)
     seedable = inner if inner is None else _make_seedable(inner, seed)
-    return sampler if seedable is inner else with_inner(sampler, seedable)
+    return sampler if seedable is inner else sampling.with_inner(sampler, seedable)
 
 
 _KEPT = (
