@@ -101,24 +101,18 @@ class TorchBackend(Backend):
     def check(cls, topology: Topology, settings: Settings) -> None:
         """Refuse a torch that lacks something, and a run without a known meeting place."""
         if not dist.is_available():
-            raise BackendUnavailable(
-                "this build of torch has no torch.distributed; install another, or use "
-                "SYNCPRIMS_BACKEND=file on one host"
-            )
+            what = "this build of torch has no torch.distributed"
+            raise BackendUnavailable(f"{what}; install another, or use SYNCPRIMS_BACKEND=file")
         if cls.name == "nccl" and not torch.cuda.is_available():
-            raise BackendUnavailable(
-                f"backend 'nccl' needs a CUDA device, and rank {topology.rank} has none; use "
-                f"SYNCPRIMS_BACKEND=torch, which takes NCCL only where there is one"
-            )
+            what = f"backend 'nccl' needs a CUDA device, and rank {topology.rank} has none"
+            raise BackendUnavailable(f"{what}; SYNCPRIMS_BACKEND=torch needs none")
         if dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
             if (rank, world_size) != (topology.rank, topology.world_size):
-                raise ConfigurationError(
-                    f"torch.distributed is initialized with rank={rank} and "
-                    f"world_size={world_size}, and {topology.launcher} says rank={topology.rank} "
-                    f"and world_size={topology.world_size}; initialize it as the launcher says, or "
-                    f"unset the launcher's variables"
-                )
+                ours = f"torch.distributed has rank={rank} and world_size={world_size}"
+                theirs = f"rank={topology.rank} and world_size={topology.world_size}"
+                cure = "initialize it so, or unset the launcher's variables"
+                raise ConfigurationError(f"{ours}, and {topology.launcher} says {theirs}; {cure}")
         if topology.world_size > 1:
             stores.check_findable(topology, settings)
 
@@ -484,10 +478,9 @@ class TorchBackend(Backend):
                 return
             if now - warned > self.settings.warn_after:
                 warned = now
-                logging.getLogger("syncprims").warning(
-                    f"rank {self.topology.rank} has finished, and stays on to serve the store of "
-                    f"ranks {[hosts.members.index(slot) for slot in left[:8]]}"
-                )
+                others = [hosts.members.index(slot) for slot in left[:8]]
+                what = f"rank {self.topology.rank} has finished, and serves the store for ranks"
+                logging.getLogger("syncprims").warning(f"{what} {others}")
             time.sleep(min(0.2, 0.005 + (now - begin) / 10))
 
     def abandon(self) -> None:

@@ -298,11 +298,9 @@ class TwoLevelBoard(Board):
         connection = self._connection
         name, limit = connection.placement.hosts[host].name, connection.heartbeat.limit
         if silence >= limit:
-            return (
-                f"host {name} has given no sign of life for {silence:.0f} s: it is gone or cut "
-                f"off, or all its ranks are killed, stopped, or in C code that holds Python's "
-                f"lock (SYNCPRIMS_HEARTBEAT allows more)"
-            )
+            what = f"host {name} has given no sign of life for {silence:.0f} s: it is gone or cut"
+            why = "off, or all its ranks are killed, stopped, or in C code that holds Python's lock"
+            return f"{what} {why} (SYNCPRIMS_HEARTBEAT allows more)"
         store_host = connection.store_host
         if store_host not in (host, connection.host) and store_host in self._hosts:
             return ""  # nothing is known of it: the store is on another host that is unreachable

@@ -235,11 +235,9 @@ class Rendezvous:
 
     def _replaced(self) -> ConfigurationError:
         rank = self._top.rank
-        return ConfigurationError(
-            f"rank {rank} of run {self._top.run_id!r} is taken by a process that started later: "
-            f"give every process its own rank, and every run its own SYNCPRIMS_RUN_ID",
-            rank=rank,
-        )
+        what = f"rank {rank} of run {self._top.run_id!r} is taken by a process that started later"
+        cure = "give every process its own rank, and every run its own SYNCPRIMS_RUN_ID"
+        return ConfigurationError(f"{what}: {cure}", rank=rank)
 
     # -- at the store ---------------------------------------------------------------------------
 
@@ -401,8 +399,6 @@ def identify_place(settings: Settings) -> str:
 
 def unreachable(top: Topology, endpoint: StoreEndpoint, why: StoreGone) -> BackendUnavailable:
     """Return the error that there is no store, or none any more."""
-    return BackendUnavailable(
-        f"rank {top.rank} cannot reach the store at {endpoint.address}: {endpoint.refusal or why}. "
-        f"It is served by rank 0, or by torchrun's agent on its host: is that up, and are "
-        f"MASTER_ADDR and MASTER_PORT right and open from here?"
-    )
+    what = f"rank {top.rank} cannot reach the store at {endpoint.address}"
+    cure = "Is rank 0 or torchrun's agent up there, and are MASTER_ADDR and MASTER_PORT right?"
+    return BackendUnavailable(f"{what}: {endpoint.refusal or why}. {cure}")

@@ -199,8 +199,5 @@ class HostSlots(Slots):
         try:
             return self._connection.requests.ask(work, self._connection.heartbeat.limit)
         except StoreGone as error:
-            raise BackendUnavailable(
-                f"reform() does not reach the store at {self._connection.endpoint.address} "
-                f"({error}), and without it no two hosts agree on a new world: restart the run "
-                f"from a checkpoint"
-            ) from error
+            what = f"reform() cannot ask the store at {self._connection.endpoint.address}: {error}"
+            raise BackendUnavailable(f"{what}. Restart the run from a checkpoint") from error

@@ -220,10 +220,8 @@ class StoreEndpoint:
                 self.host, self.port, is_master=True, wait_for_workers=False, multi_tenant=True
             )
         except RuntimeError as error:
-            raise BackendUnavailable(
-                f"rank 0 cannot serve the store at {self.address}: {first_line(error)}. Set {_CURE}"
-                f", the same on all ranks"
-            ) from error
+            what = f"rank 0 cannot serve the store at {self.address}: {first_line(error)}"
+            raise BackendUnavailable(f"{what}. Set {_CURE}, the same on all ranks") from error
 
 
 class StoreProbe:
@@ -289,15 +287,11 @@ def check_findable(topology: Topology, settings: Settings) -> None:
         started = f"{topology.launcher} started {nodes} nodes"
         if max(topology.num_nodes, topology.local_world_size) < 1:
             started = f"{topology.launcher} does not say which ranks share a host"
-        raise ConfigurationError(
-            f"{started}, and nothing says where the ranks meet: set {_CURE}, the same on all "
-            f"ranks, or start them with torchrun"
-        )
+        what = f"{started}, and nothing says where the ranks meet: set {_CURE}"
+        raise ConfigurationError(f"{what}, the same on all ranks, or use torchrun")
     if topology.run_id is None:
-        raise ConfigurationError(
-            f"{topology.launcher} says neither where the ranks of this run meet nor what it is "
-            f"called: set {_CURE}, or, on one host, SYNCPRIMS_RUN_ID, the same on all ranks"
-        )
+        what = f"{topology.launcher} names neither where the ranks of this run meet nor the run"
+        raise ConfigurationError(f"{what}: set {_CURE}, or, on one host, SYNCPRIMS_RUN_ID")
 
 
 def find_store(topology: Topology, settings: Settings) -> StoreEndpoint | None:
@@ -343,11 +337,9 @@ def find_run_id(topology: Topology) -> str | None:
         return topology.run_id
     store, inner = _get_default_store()
     if not isinstance(inner, dist.FileStore):
-        raise ConfigurationError(
-            f"torch.distributed was initialized with a {type(inner).__name__}, and only a TCPStore "
-            f"or a FileStore can be shared: initialize it with env:// or tcp://, or start the "
-            f"ranks with torchrun"
-        )
+        what = f"torch.distributed was initialized with a {type(inner).__name__}"
+        cure = "initialize it with env:// or tcp://, or use torchrun"
+        raise ConfigurationError(f"{what}, and ranks can share a TCPStore or FileStore; {cure}")
     return _name_run(store)
 
 

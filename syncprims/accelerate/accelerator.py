@@ -112,10 +112,8 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         window = plugin or GradientAccumulationPlugin(int(variable) if variable else None)
         steps = gradient_accumulation_steps
         if plugin is not None and steps not in (1, window.num_steps or steps):
-            text = (
-                f"gradient_accumulation_steps={steps} contradicts the plugin's {window.num_steps}"
-            )
-            raise ValueError(f"{text}; pass one of them")
+            what = f"gradient_accumulation_steps={steps}, and the plugin says {window.num_steps}"
+            raise ValueError(f"{what}; pass one")
         vars(self).update(named_handlers(kwargs_handlers))
         if self.init_handler is not None and self.init_handler.timeout is not None:
             set_world_timeout(syncprims.current(), self.init_handler.timeout.total_seconds())

@@ -18,18 +18,18 @@ _DEVICE_MAP = "load_checkpoint_in_model(model, checkpoint, device_map=...)"
 _INSTEAD = {
     "deepspeed": "wrap the model by DeepSpeed itself before prepare(), or use torch's fully_shard",
     "fsdp fullysharded": "apply torch's fully_shard() to the model before prepare()",
-    "megatron": "there is none",
+    "megatron": "use Megatron-LM itself",
     "tensorparallel torchtp": "apply torch's parallelize_module() to the model before prepare()",
     "parallelism contextparallel": "wrap the model with torch's own means before prepare()",
     "dynamo": "call torch.compile(model) before or after prepare()",
-    "fp8 recipe": "there is none; use mixed_precision='bf16'",
+    "fp8 recipe": "use mixed_precision='bf16'",
     "communicationhook": "call register_comm_hook() of a prepared model that is in DDP",
     "devicemap maxmemory maxlayer balancedmemory dispatch hooktomodule hookfrommodule alignd": (
         _DEVICE_MAP
     ),
-    "xla": "there is none: syncprims does not run on TPUs",
+    "xla": "syncprims does not run on TPUs",
     "offload": "leave it out: load_checkpoint_in_model() reads weights straight into the model",
-    "dummy": "there is no DeepSpeed here; make an optimizer and a schedule of torch",
+    "dummy": "make an optimizer and a schedule of torch",
     "tracker": "Accelerator(log_with=...) takes any object with log(values, step=...)",
     "quantiz bnb": "quantize the model by bitsandbytes itself before prepare()",
     "lomo": "step the optimizer yourself",
@@ -84,9 +84,8 @@ class _NotOffered(type):
         cls._refuse()
 
     def _refuse(cls) -> NoReturn:
-        raise NotImplementedError(
-            f"{cls.__module__}.{cls.__name__} is not offered; instead: {_instead_of(cls.__name__)}"
-        )
+        what = f"{cls.__module__}.{cls.__name__} is not offered"
+        raise NotImplementedError(f"{what}; {_instead_of(cls.__name__)}")
 
 
 def not_offered(module: str, name: str, prepared: type | tuple[()] = ()) -> type:
@@ -108,7 +107,7 @@ def check_fixed(fixed: Any, value: Any, call: str, instead: str) -> None:
     :raises TypeError: otherwise, saying what to do instead.
     """
     if value is not None and value != fixed:
-        raise TypeError(f"{call} is not offered; instead: {instead}")
+        raise TypeError(f"{call} is not offered; {instead}")
 
 
 def check_unsupported(call: str, arguments: dict[str, Any]) -> None:

@@ -270,10 +270,8 @@ class Checkpointing:
         :raises CheckpointError: on all ranks, if one rank cannot write its part.
         """
         if self.accumulator.is_half_full and is_main():
-            filesystem.LOG.warning(
-                "save_state: gradients that wait for more micro-batches are not saved, so a "
-                "resumed run differs; save where sync_gradients is true"
-            )
+            what = "save_state: gradients that wait for more micro-batches are not saved"
+            filesystem.LOG.warning("%s; save where sync_gradients is true", what)
         if output_dir is None:
             steps = self._checkpoints()
             with _for_all_ranks("save_state() without a directory"):
@@ -317,9 +315,8 @@ class Checkpointing:
         instead = "leave it out: all comes back as it was"
         check_fixed({}, load_kwargs, "load_state(load_kwargs=)", instead)
         if map_location not in (None, "cpu", "on_device"):
-            raise TypeError(
-                f"load_state(map_location={map_location!r}): it takes None, 'cpu' or 'on_device'"
-            )
+            what = f"load_state(map_location={map_location!r})"
+            raise TypeError(f"{what}: it takes None, 'cpu' or 'on_device'")
         with _for_all_ranks("load_state()"):
             if input_dir is None:
                 self._load_latest(strict)
@@ -361,11 +358,10 @@ def _for_all_ranks(call: str) -> Generator[None]:
     try:
         yield
     except (syncprims.CollectiveMismatch, syncprims.PeerLost, syncprims.SyncTimeout) as error:
-        text = (
-            f"{error}\nAll ranks call {call}. If it is under `if is_main_process:`, or in a "
-            f"function that runs on one rank only, call it outside of that."
-        )
-        raise type(error)(text, **error.facts()).with_traceback(error.__traceback__) from None
+        cure = f"All ranks call {call}: it must not be under `if is_main_process:`."
+        raise type(error)(f"{error}\n{cure}", **error.facts()).with_traceback(
+            error.__traceback__
+        ) from None
 
 
 # -- states that each rank saves alone, where a script saves on some ranks only --------------------
@@ -407,12 +403,9 @@ def _load_alone(path: str, objects: Callable[[], Mapping[str, Stateful]]) -> Non
 
     def saved() -> tuple[int, int | None]:
         if "random_states_0.pkl" in filesystem.names(path):
-            raise CheckpointError(
-                f"{path}: Accelerate has saved this state, in pickles, which are not read here. "
-                f"Load the weights by load_checkpoint_in_model(model, {path!r}), and begin with a "
-                f"new optimizer and schedule.",
-                path=path,
-            )
+            what = f"{path}: Accelerate has saved this state in pickles, which are not read"
+            cure = "load the weights by load_checkpoint_in_model(), and make a new optimizer"
+            raise CheckpointError(f"{what}; {cure}", path=path)
         state = read_manifest(path)
         return len(state.ranks), state.step
 
@@ -442,10 +435,8 @@ def _load_alone(path: str, objects: Callable[[], Mapping[str, Stateful]]) -> Non
 
 def _warn(path: str, ranks: list[int], why: str) -> None:
     if is_main():
-        filesystem.LOG.warning(
-            "%s has no random numbers of ranks %s, because %s: these ranks keep their own",
-            path, ranks, why,
-        )  # fmt: skip
+        text = "%s has no random numbers of ranks %s, because %s: these ranks keep their own"
+        filesystem.LOG.warning(text, path, ranks, why)
 
 
 def _part(path: str, rank: int) -> str:

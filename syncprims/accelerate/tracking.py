@@ -154,10 +154,8 @@ def _name_of(tracker: Any) -> Any:
 
 
 def _wrong(tracker: Any) -> str:
-    return (
-        f"log_with={tracker!r}: it takes names ({', '.join(_KNOWN)}, all), or objects with "
-        f"log(values, step=...), such as a tracker of your own"
-    )
+    takes = f"names ({', '.join(_KNOWN)}, all), or objects with log(values, step=...)"
+    return f"log_with={tracker!r}: it takes {takes}"
 
 
 class _Silent:
@@ -195,10 +193,8 @@ class Tracking:
             raise ValueError(_wrong(name))
         kind, needs = _KNOWN[name]
         if name not in get_available_trackers():
-            logging.getLogger("syncprims").warning(
-                "log_with=%r: its library is not installed, so nothing is logged there; pip "
-                "install %s", name, needs[0],
-            )  # fmt: skip
+            text = "log_with=%r: nothing is logged there without its library: pip install %s"
+            logging.getLogger("syncprims").warning(text, name, needs[0])
         elif kind.requires_logging_directory and self.logging_dir is None:
             raise ValueError(f"log_with={name!r} writes files: give the Accelerator a project_dir")
         else:

@@ -298,9 +298,8 @@ def synchronize_rng_states(
             module: Any = torch if kind == "torch" else torch.cuda
             module.set_rng_state(syncprims.broadcast(module.get_rng_state()))
         else:
-            raise ValueError(
-                f"{given!r}: it takes 'torch', 'cuda', or 'generator' with a generator"
-            )
+            takes = "'torch', 'cuda', or 'generator' with a generator"
+            raise ValueError(f"synchronize_rng_states({given!r}): it takes {takes}")
 
 
 # -- ranks on this machine, and models without memory ---------------------------------------------

@@ -337,11 +337,9 @@ class _Launcher:
         except OSError as error:
             if error.errno not in _LIMITS:
                 raise
-            raise ConfigurationError(
-                f"rank {rank} of {self._plan.ranks} cannot be started: {error.strerror}; start "
-                f"fewer ranks, or raise the limit: ulimit -n for open files (of which a rank takes "
-                f"2 here), ulimit -u for processes"
-            ) from error
+            what = f"rank {rank} of {self._plan.ranks} cannot be started: {error.strerror}"
+            cure = "start fewer ranks, or raise the limit: ulimit -n (files), ulimit -u (processes)"
+            raise ConfigurationError(f"{what}; {cure}") from error
         guard.send(f"{process.pid} ")
         started = _RankProcess(rank, process, report)
         self._ranks.append(started)
@@ -377,10 +375,9 @@ class _Launcher:
             for signum in self._received[handled:]:
                 if requested_at == math.inf:
                     requested_at, kill_at = now, min(kill_at, now + self._options.grace)
-                    self._output.say(
-                        f"syncprims run: {signal.Signals(signum).name}: the ranks have "
-                        f"{self._options.grace:g} s to stop; another Ctrl-C ends them at once"
-                    )
+                    name, seconds = signal.Signals(signum).name, f"{self._options.grace:g} s"
+                    what = f"{name}: the ranks have {seconds} to stop"
+                    self._output.say(f"syncprims run: {what}; another Ctrl-C ends them at once")
                 elif signum != signal.SIGINT:
                     continue
                 elif now - requested_at > _ONE_REQUEST:
@@ -413,9 +410,8 @@ class _Launcher:
                     self._replace_at.append((time.monotonic() + again[0], rank.rank))
                     text = f"replacement {again[1]}"
                 ranks = f"{len(left)} rank{'s' * (len(left) > 1)}"
-                self._output.say(
-                    f"syncprims run: lost rank {rank.rank} {rank.ended.how}; {ranks} left, {text}"
-                )
+                what = f"lost rank {rank.rank} {rank.ended.how}; {ranks} left, {text}"
+                self._output.say(f"syncprims run: {what}")
 
     def _grant(self) -> tuple[float, str] | None:
         """Grant a restart, or a replacement: after how many seconds, and which of how many it is.

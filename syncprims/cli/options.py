@@ -308,22 +308,18 @@ def read_file(path: str) -> dict[str, Any]:
 
 def _parse(path: Path) -> dict[str, Any]:
     if path.suffix not in _PARSERS:
-        raise ConfigurationError(
-            f"{path}: a file that describes a run is called *.yaml, *.toml or *.json"
-        )
+        raise ConfigurationError(f"{path}: such a file is called *.yaml, *.toml or *.json")
     try:
         text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"{path} cannot be read: {error}; docs/command-line.md shows such a file"
-        ) from error
+        what = f"{path} cannot be read: {error}"
+        raise ConfigurationError(f"{what}; docs/command-line.md shows such a file") from error
     module, function = _PARSERS[path.suffix]
     try:
         values: object = getattr(importlib.import_module(module), function)(text)
     except ImportError:
-        raise ConfigurationError(
-            f"{path}: reading YAML needs a package: {install('config')}. A file *.toml needs none"
-        ) from None
+        what = f"{path}: reading YAML needs a package: {install('config')}"
+        raise ConfigurationError(f"{what}. A file *.toml needs none") from None
     except Exception as error:  # each parser raises errors of its own
         raise ConfigurationError(f"{path} is not valid {path.suffix[1:]}: {error}") from error
     if values is None:

@@ -45,15 +45,12 @@ def plan_launch(
     :raises BackendUnavailable: if the backend needs torch, and it is not installed.
     """
     if options.script is None:
-        raise ConfigurationError(
-            "nothing to run: name a script, as in `syncprims run -n 4 train.py`, or -m and a module"
-        )
+        what = "nothing to run: name a script, or -m and a module"
+        raise ConfigurationError(f"{what}, as in `syncprims run -n 4 train.py`")
     gpus = options.gpus
     if gpus == ("all",) and devices == 0:
-        raise ConfigurationError(
-            "--gpus all: no CUDA device is visible on this machine; install its driver, correct "
-            "CUDA_VISIBLE_DEVICES, or start the ranks without --gpus"
-        )
+        what = "--gpus all: no CUDA device is visible on this machine"
+        raise ConfigurationError(f"{what}; see its driver and CUDA_VISIBLE_DEVICES, or drop --gpus")
     ranks, nodes = _count_ranks(options), options.nodes
     variables = _settings(options, environ)
     if options.elastic:
@@ -73,16 +70,13 @@ def plan_launch(
     script = [*(["-m"] if options.module else []), options.script, *options.args]
     torchrun = [*_torchrun(options, ranks, nodes, environ), *script] if nodes > 1 else []
     if nodes == 1 and (options.node_rank or options.rendezvous):
-        raise ConfigurationError(
-            "--node-rank and --rendezvous are for several nodes; say how many with --nodes"
-        )
+        what = "--node-rank and --rendezvous are for several nodes"
+        raise ConfigurationError(f"{what}; say how many with --nodes")
     command = [sys.executable, "-u", *script]
     for key in ("grace", "log_dir", "restart_window", "json") if torchrun else ():
         if getattr(options, key) != getattr(Options, key):
-            raise ConfigurationError(
-                f"{flag_of(key)} is for one node; torchrun, which starts the ranks of several, has "
-                f"flags of its own: `torchrun --help`"
-            )
+            what = f"{flag_of(key)} is for one node"
+            raise ConfigurationError(f"{what}; see the flags of torchrun, which starts several")
     return LaunchPlan(options, ranks, command, variables, torchrun)
 
 
@@ -104,20 +98,16 @@ def _count_ranks(options: Options) -> int:
     if options.elastic:
         flag = "--elastic {}:{}".format(*options.elastic)
         if options.nodes > 1:
-            raise ConfigurationError(
-                f"{flag} works on one machine: torchrun, which starts the ranks of several nodes, "
-                f"ends all of them when one is lost. Use --max-restarts there"
-            )
+            what = f"{flag} works on one machine, and torchrun ends all ranks when one is lost"
+            raise ConfigurationError(f"{what}; use --max-restarts with --nodes")
         if ranks not in (None, options.elastic[1]):
             raise _contradiction(f"--ranks {ranks}", flag)
         ranks = options.elastic[1]
     if ranks is None and options.gpus not in (None, ("all",)):
         ranks = len(options.gpus or ())
     if ranks is None:
-        raise ConfigurationError(
-            "the number of ranks is missing: give -n before the script, as in `syncprims run -n 4 "
-            "train.py`. What follows the script belongs to the script"
-        )
+        what = "the number of ranks is missing: give -n before the script"
+        raise ConfigurationError(f"{what}, as in `syncprims run -n 4 train.py`")
     return ranks
 
 
@@ -156,15 +146,11 @@ def _devices(
         devices = len(gpus)
         allowed = gpus if visible is None else [part.strip() for part in visible.split(",")]
         if hidden := [gpu for gpu in gpus if gpu not in allowed]:
-            raise ConfigurationError(
-                f"{flag} contradicts CUDA_VISIBLE_DEVICES={visible}, which does not have "
-                f"{', '.join(hidden)}; name some of those, or unset it"
-            )
+            lacking = f"CUDA_VISIBLE_DEVICES={visible}, which does not have {', '.join(hidden)}"
+            raise _contradiction(flag, lacking, "name some of those, or unset it")
     if devices is not None and devices < ranks:
-        raise ConfigurationError(
-            f"{ranks} ranks on {devices} CUDA device{'s' * (devices != 1)}: every rank needs one "
-            f"of its own; start fewer ranks, or name more devices with --gpus"
-        )
+        what = f"{ranks} ranks on {devices} CUDA device{'s' * (devices != 1)}"
+        raise ConfigurationError(f"{what}: start fewer, or name one for each rank with --gpus")
     return {} if gpus == ("all",) else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
@@ -176,18 +162,14 @@ def _backend(options: Options, environ: Mapping[str, str], ranks: int, nodes: in
     # Checked here, so that the error comes once and not from every rank.
     if name != "auto" and (name in BY_TORCH or nodes > 1) and find_spec("torch") is None:
         why = f"backend {name!r} needs torch" if nodes == 1 else "several nodes need torchrun"
-        raise BackendUnavailable(
-            f"{why}, and torch is not installed: {install('torch')}. Or run on one machine with "
-            f"--backend file"
-        )
+        cure = f"{install('torch')}, or run on one machine with --backend file"
+        raise BackendUnavailable(f"{why}, and torch is not installed: {cure}")
     if name == "auto" or name in BY_TORCH:
         return name
     cls = load_backend(name)
     if nodes > 1 and not cls.spans_hosts:
-        raise ConfigurationError(
-            f"backend {name!r} joins the ranks of one host, and --nodes says {nodes}; choose one "
-            f"that spans hosts, as torch does"
-        )
+        what = f"backend {name!r} joins the ranks of one host, and --nodes says {nodes}"
+        raise ConfigurationError(f"{what}; choose one that spans hosts, as torch does")
     launcher = "syncprims run" if nodes == 1 else "torchrun"
     topology = Topology(0, ranks * nodes, 0, ranks, 0, nodes, launcher, run_id="to be named")
     cls.check(topology, read_settings(environ))
@@ -197,10 +179,8 @@ def _backend(options: Options, environ: Mapping[str, str], ranks: int, nodes: in
 def _torchrun(options: Options, ranks: int, nodes: int, environ: Mapping[str, str]) -> list[str]:
     """Return the command that starts torchrun, up to the script."""
     if options.rendezvous is None:
-        raise ConfigurationError(
-            f"{nodes} nodes have to meet: say where with --rendezvous HOST:PORT, an address of "
-            f"node 0 and a free port there, the same on every node"
-        )
+        what = f"{nodes} nodes have to meet: say where with --rendezvous HOST:PORT"
+        raise ConfigurationError(f"{what}, an address of node 0, the same on every node")
     host, port = options.rendezvous
     line = [sys.executable, "-m", "torch.distributed.run"]
     line += ["--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
@@ -208,9 +188,8 @@ def _torchrun(options: Options, ranks: int, nodes: int, environ: Mapping[str, st
         line += ["--max-restarts", str(options.max_restarts)]
     if options.node_rank is not None:
         if options.node_rank >= nodes:
-            raise ConfigurationError(
-                f"--node-rank {options.node_rank} with --nodes {nodes}: it is from 0 to {nodes - 1}"
-            )
+            what = f"--node-rank {options.node_rank} with --nodes {nodes}"
+            raise ConfigurationError(f"{what}: it is from 0 to {nodes - 1}")
         line += ["--node-rank", str(options.node_rank)]
         return [*line, "--master-addr", host, "--master-port", str(port)]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -61,10 +61,8 @@ def run(options: argparse.Namespace) -> int:
 def _check_script(script: str, shared: bool) -> None:
     """Raise if the script does not exist, for one rank or several: once, and not on every rank."""
     if script in ("-", "/dev/stdin") and shared:
-        raise ConfigurationError(
-            f"{script} is the standard input, and only rank 0 reads that: write the script to a "
-            f"file, or start one rank"
-        )
+        what = f"{script} is the standard input, which only rank 0 reads"
+        raise ConfigurationError(f"{what}: write the script to a file, or start one rank")
     if script in ("-m", "-") or Path(script).exists():
         return
     hint = f"; is it a module, -m {script}?"

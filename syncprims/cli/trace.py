@@ -42,9 +42,8 @@ def run(options: argparse.Namespace) -> int:
     folders = {folder.name: folder for folder in find_runs(options.dir)}
     chosen = options.name or [*folders][-1]
     if chosen not in folders:
-        raise ConfigurationError(
-            f"--run {chosen}: {options.dir} has no such run; it has {', '.join(folders)}"
-        )
+        what = f"--run {chosen}: {options.dir} has no such run"
+        raise ConfigurationError(f"{what}; it has {', '.join(folders)}")
     traced = read_run(folders[chosen])
     analysis = analyse(traced)
     code, written = _write_files(analysis, options)  # before the output, whose pipe may be closed
@@ -64,20 +63,13 @@ def _caveats(analysis: Analysis) -> Iterator[str]:
     """Return what makes the figures less certain."""
     alignment = analysis.alignment
     if alignment.guessed:
-        yield (
-            f"the clocks of {', '.join(alignment.guessed)} were aligned by the calendar, since "
-            f"they share no round with the first rank: waits between them may be wrong"
-        )
+        what = f"the clocks of {', '.join(alignment.guessed)} share no round with the first rank"
+        yield f"{what}: aligned by the calendar, so waits between them may be wrong"
     elif alignment.hosts:
-        yield (
-            f"the clocks of {len(alignment.hosts) + 1} hosts were aligned by their rounds, to "
-            f"within {alignment.error * 1e3:.3g} ms"
-        )
+        error = f"{alignment.error * 1e3:.3g} ms"
+        yield f"the clocks of {len(alignment.hosts) + 1} hosts agree by their rounds to {error}"
     if dropped := [rank.rank for rank in analysis.run.ranks if rank.dropped]:
-        yield (
-            f"ranks {dropped} recorded more rounds than SYNCPRIMS_TRACE_LIMIT allows: their oldest "
-            f"rounds are lost"
-        )
+        yield f"ranks {dropped} have lost their oldest rounds: more than SYNCPRIMS_TRACE_LIMIT"
 
 
 def _write_files(analysis: Analysis, options: argparse.Namespace) -> tuple[int, list[str]]:

@@ -338,14 +338,8 @@ def _hang(
     late = [rank for rank in causes if rank in worst.missing]
     verb = "has" if len(late) == 1 else "have"
     count = f"{len(waiting)} ranks have" if len(waiting) > 1 else f"rank {waiting[0]} has"
-    return (
-        total,
-        (
-            f"{_names(late)} {verb} not come to {worst.call}; {count} waited "
-            f"{seconds_text(worst.longest)}."
-        ),
-        causes,
-    )
+    others = f"{count} waited {seconds_text(worst.longest)}"
+    return total, f"{_names(late)} {verb} not come to {worst.call}; {others}.", causes
 
 
 def _conclusion(

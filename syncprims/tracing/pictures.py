@@ -45,10 +45,8 @@ def draw_image(analysis: Analysis, path: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise BackendUnavailable(
-            f"--png draws with matplotlib, which is not installed: {install('trace')}. Or open "
-            f"trace.json at ui.perfetto.dev"
-        ) from error
+        what = f"--png draws with matplotlib, which is not installed: {install('trace')}"
+        raise BackendUnavailable(f"{what}. Or open trace.json at ui.perfetto.dev") from error
     kind = path.suffix[1:].lower() or "png"
     count = len(analysis.summaries)
     row_height = min(0.34, max(0.13, 8.0 / count))
@@ -56,10 +54,8 @@ def draw_image(analysis: Analysis, path: Path) -> None:
     figure: Any = Figure(figsize=(_INCHES, height), dpi=110)
     formats = FigureCanvasAgg(figure).get_supported_filetypes()
     if kind not in formats:
-        raise ConfigurationError(
-            f"--png {path}: matplotlib has no format {kind!r}; end the name with one of "
-            f"{', '.join(formats)}"
-        )
+        what = f"--png {path}: matplotlib has no format {kind!r}"
+        raise ConfigurationError(f"{what}; end the name with one of {', '.join(formats)}")
     several_hosts = len({summary.host for summary in analysis.summaries}) > 1
     names = [
         f"rank {summary.rank}" + (f"  {summary.host}" if several_hosts else "")

@@ -92,19 +92,16 @@ def find_runs(directory: Path) -> list[Path]:
     """
     try:
         if not directory.is_dir():
-            raise ConfigurationError(
-                f"{directory} is no directory: give the one that SYNCPRIMS_TRACE named in the run"
-            )
+            what = f"{directory} is no directory"
+            raise ConfigurationError(f"{what}: give the one that SYNCPRIMS_TRACE named in the run")
         folders = [directory, *(path for path in directory.iterdir() if path.is_dir())]
     except OSError as error:
-        raise ConfigurationError(
-            f"{directory} cannot be read: {error}; run the command as the user of the job"
-        ) from error
+        what = f"{directory} cannot be read: {error}"
+        raise ConfigurationError(f"{what}; run the command as the user of the job") from error
     runs = [folder for folder in folders if any(folder.glob("rank-*.trace"))]
     if not runs:
-        raise ConfigurationError(
-            f"{directory} holds no trace: a run with SYNCPRIMS_TRACE={directory} records one"
-        )
+        what = f"{directory} holds no trace"
+        raise ConfigurationError(f"{what}: a run with SYNCPRIMS_TRACE={directory} records one")
     return sorted(runs, key=lambda folder: (_start_time(folder), folder.name))
 
 
@@ -127,15 +124,12 @@ def read_run(folder: Path) -> TraceRun:
     traces = [_read_file(path, run) for path in sorted(folder.glob("rank-*.trace"))]
     run.ranks = sorted(filter(None, traces), key=lambda trace: trace.rank)
     if not run.ranks:
-        raise ConfigurationError(
-            f"nothing in {folder} can be read:\n" + "\n".join(f"  {c}" for c in run.complaints)
-        )
+        complaints = "\n".join(f"  {complaint}" for complaint in run.complaints)
+        raise ConfigurationError(f"nothing in {folder} can be read:\n{complaints}")
     missing = sorted(set(range(run.world_size)) - {rank.rank for rank in run.ranks})
     if missing:
-        run.complaints.append(
-            f"no trace of ranks {missing} of {run.world_size} can be read: the command does not "
-            f"know what these waited for, and attributes waiting for them to others"
-        )
+        what = f"no trace of ranks {missing} of {run.world_size} can be read"
+        run.complaints.append(f"{what}: waiting for others may in truth be waiting for these")
     return run
 
 

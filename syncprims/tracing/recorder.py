@@ -226,11 +226,8 @@ class Recorder:
         import logging  # slow to import
 
         self.abandon()
-        logging.getLogger("syncprims").warning(
-            f"the trace of rank {self.topology.rank} ends here, and the run goes on without: "
-            f"cannot write {self._path}: {error}. Free some space there, or let SYNCPRIMS_TRACE "
-            f"name a directory that can be written"
-        )
+        what = f"the trace of rank {self.topology.rank} ends: cannot write {self._path}: {error}"
+        logging.getLogger("syncprims").warning(f"{what}. The run goes on; free some space there")
 
 
 def _clock(host: str) -> str:

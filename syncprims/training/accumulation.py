@@ -160,8 +160,8 @@ class Accumulator:
             factor = 1.0 / self.steps
         else:
             if self._announce is not None:
-                text = "backward(weight=...) needs `with accumulate(model):` around the micro-batch"
-                raise ValueError(f"join_uneven_inputs(): {text} there")
+                what = "backward(weight=...) in join_uneven_inputs() is outside of a micro-batch"
+                raise ValueError(f"{what}; put it in `with accumulate(model):`")
             factor = _mean_factor(all_reduce(_checked(weight), name="weights"))
         self._run_backward(loss, factor, options)
         self._average([m for m in self.models if m not in self._unsynced])
@@ -390,9 +390,7 @@ class AccumulationWindow:
 
     def __enter__(self) -> None:
         if self.inside:
-            raise RuntimeError(
-                "accumulate() is entered inside of itself; a block is one micro-batch"
-            )
+            raise RuntimeError("accumulate() is inside of itself; a block is one micro-batch")
         announce = self._accumulator._announce
         at_end = self._at_end()
         if announce is not None:
@@ -462,17 +460,13 @@ class AccumulationWindow:
         """
         items = 1.0 if weight is None else _checked(weight)
         if self._weighted not in (None, weight is not None):
-            raise ValueError(
-                "a window with some losses given as backward(loss_sum, weight=n) and others as "
-                "backward(loss_mean) has no defined mean; use one form in all of its micro-batches"
-            )
+            what = "some losses of the window are sums, given with weight=n, and others are means"
+            raise ValueError(f"{what}; use one form in all of its micro-batches")
         if self._current is None:
             self._items += items
         elif self._current != items:
-            raise ValueError(
-                "the backward passes of one micro-batch have different weights; add the losses "
-                "before one backward(), or use one Accumulator for each"
-            )
+            what = "the backward passes of one micro-batch have different weights"
+            raise ValueError(f"{what}; add their losses, or use one Accumulator for each")
         self._weighted, self._current = weight is not None, items
         self.passes += 1
 
@@ -561,7 +555,5 @@ def check_joinable(models: Iterable[nn.Module]) -> None:
     for model in filter(averages_gradients_itself, models):
         is_ddp = isinstance(model, DistributedDataParallel)
         if not is_ddp or (model.broadcast_buffers and any(True for _ in model.buffers())):
-            raise ValueError(
-                f"join_uneven_inputs(): the forward pass of {type(model).__name__} needs all "
-                f"ranks; use DDP with broadcast_buffers=False, as prepare() does, or even batches"
-            )
+            what = f"join_uneven_inputs(): all ranks run the forward pass of {type(model).__name__}"
+            raise ValueError(f"{what}; use DDP with broadcast_buffers=False, or even batches")

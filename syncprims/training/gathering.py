@@ -63,10 +63,8 @@ def gather_for_metrics(
         listed = isinstance(tensor, list | tuple)
         mixed = listed and not as_objects and any(map(torch.is_tensor, tensor))
         if mixed and syncprims.get_world_size() > 1:
-            raise TypeError(
-                "gather_for_metrics() takes tensors or objects, and this list has both; gather its "
-                "parts one by one"
-            )
+            what = "gather_for_metrics() of a list with both tensors and other objects"
+            raise TypeError(f"{what}; gather its parts one by one")
         rows = syncprims.all_gather(tensor, name=name)[:ranks]
         return ([item for row in rows for item in row] if listed else rows)[:real]
     if ranks is not None and syncprims.get_rank() >= ranks:
@@ -109,10 +107,8 @@ def broadcast(tensor: Any, from_process: int = 0, *, name: str | None = None) ->
     check_alike("what broadcast() fills", parts, advice)
     for path, leaf in leaves:
         if leaf is not None and not isinstance(leaf, torch.Tensor):
-            raise TypeError(
-                f"broadcast() fills tensors in place, and {path} is of type "
-                f"{type(leaf).__name__}; syncprims.broadcast() returns any object"
-            )
+            what = f"broadcast() fills tensors, and {path} is of type {type(leaf).__name__}"
+            raise TypeError(f"{what}; syncprims.broadcast() returns any object")
     tensors = [leaf for _, leaf in leaves if leaf is not None]
     broadcast_tensors(tensors, from_process, name)
     return tensor

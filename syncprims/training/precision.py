@@ -50,10 +50,8 @@ class Precision:
         if mode == "fp16":
             self.scaler = torch.amp.GradScaler(self.device.type, **(scaler or {}))
             if not self.scaler.is_enabled():
-                raise ConfigurationError(
-                    f"{source}='fp16': torch has no working loss scaler on {self.device.type}, and "
-                    f"fp16 without one loses small gradients; choose 'bf16' or 'no'"
-                )
+                what = f"{source}='fp16': torch has no loss scaler on {self.device.type}"
+                raise ConfigurationError(f"{what}; choose 'bf16' or 'no'")
 
     def __repr__(self) -> str:
         return f"Precision({self.mode!r}, {str(self.device)!r})"
@@ -153,7 +151,5 @@ def _check_autocast(device: torch.device, dtype: torch.dtype, source: str, mode:
     except (RuntimeError, Warning):
         possible = False
     if not possible:
-        raise ConfigurationError(
-            f"{source}={mode!r}: torch {torch.__version__} has no autocast to {dtype} on "
-            f"{device.type}; choose another precision or device"
-        )
+        what = f"{source}={mode!r}: torch has no autocast to {dtype} on {device.type}"
+        raise ConfigurationError(f"{what}; choose another precision or device")

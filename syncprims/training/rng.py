@@ -70,10 +70,8 @@ def restore(state: dict[str, Any]) -> None:
     """
     devices = {str(device) for device in _own_gpus()}
     if devices != state["cuda"].keys():
-        raise ValueError(
-            f"it was saved with the generators of GPUs {sorted(state['cuda'])}, and here are "
-            f"{sorted(devices)}; with rng=False they are left as they are"
-        )
+        what = f"it has the states of GPUs {sorted(state['cuda'])}, and here are {sorted(devices)}"
+        raise ValueError(f"{what}; with rng=False all generators stay as they are")
     restore_cpu(state["cpu"])
     for device, own in state["cuda"].items():
         torch.cuda.set_rng_state(own, int(device))

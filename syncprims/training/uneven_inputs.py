@@ -69,9 +69,7 @@ class _Join:
         active = [rank for rank, (other, _) in enumerate(sent) if other != "done"]
         events = {sent[rank][0] for rank in active}
         if len(events) > 1:
-            raise RuntimeError(
-                f"ranks that still have batches make different calls: {sorted(events)}"
-            )
+            raise RuntimeError(f"ranks with batches make different calls: {sorted(events)}")
         if active:
             self._active, self._accumulator._first_active = active, active[0]
             self._event = events.pop()

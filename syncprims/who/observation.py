@@ -165,10 +165,8 @@ class Observation:
         try:
             from .worlds import find_worlds
         except ImportError as error:
-            raise BackendUnavailable(
-                f"running worlds cannot be read here: {error}. The file and torch backends need "
-                f"Linux or macOS"
-            ) from error
+            what = f"running worlds cannot be read here: {error}"
+            raise BackendUnavailable(f"{what}. They can on Linux and macOS") from error
         which, settings = self._which, get_settings()
         if which is None:
             readers, self.refused = find_worlds(settings)
@@ -189,9 +187,8 @@ class Observation:
                     raise _no_rank(int(text))
         if not readers:
             more = f". {explain_refused(refused)}" if refused else ""
-            raise ConfigurationError(
-                f"no world runs {where} on this host; `syncprims who` shows those that do{more}"
-            )
+            what = f"no world runs {where} on this host; `syncprims who` shows those that do"
+            raise ConfigurationError(what + more)
         return readers
 
     # -- reporting ------------------------------------------------------------------------------
@@ -258,10 +255,8 @@ class Observation:
             begin = before.at
             self._in_torch[report.path] = place, begin
         waited = now.at - begin
-        text = (
-            f"all ranks here have been in collectives of torch for {waited:.1f} s or longer, and "
-            f"have made no call of this library: compare their lines"
-        )
+        duration = f"for {waited:.1f} s or longer, and have made no call of this library"
+        text = f"all ranks here have been in collectives of torch {duration}: compare their lines"
         verdict = Verdict("torch", [], text, waited, waited >= self._stuck_after)
         rows = [
             row._replace(doing=f"in {lines[running[row.rank]]}") if row.rank in running else row
@@ -417,23 +412,16 @@ def _no_rank(pid: int) -> ConfigurationError:
     try:
         owner = Path(f"/proc/{pid}").stat().st_uid
     except OSError:
-        return ConfigurationError(
-            f"there is no run with id {pid}, and no process {pid}; `syncprims who` shows the "
-            f"worlds of this host"
-        )
+        what = f"there is no run with id {pid}, and no process {pid}"
+        return ConfigurationError(f"{what}; `syncprims who` shows the worlds of this host")
     if os.geteuid() not in (0, owner):
-        return ConfigurationError(
-            f"process {pid} belongs to user {owner}: only that user, or root, can see its world"
-        )
-    return ConfigurationError(
-        f"process {pid} is no rank of a world, and has started none: it has made no call yet, has "
-        f"left its world, or uses a backend without shared files"
-    )
+        what = f"process {pid} belongs to user {owner}"
+        return ConfigurationError(f"{what}: only that user, or root, can see its world")
+    what = f"process {pid} is no rank of a world, and has started none"
+    return ConfigurationError(f"{what}: it made no call yet, has left, or shares no files")
 
 
 def explain_refused(refused: Sequence[str]) -> str:
     """Return why some worlds are not shown."""
-    return (
-        f"{', '.join(refused[:4])}{' and more' if len(refused) > 4 else ''} belong to other users: "
-        f"only they, or root, can see what runs there"
-    )
+    more = " and more" if len(refused) > 4 else ""
+    return f"{', '.join(refused[:4])}{more} belong to other users: only they, or root, see them"

@@ -163,10 +163,8 @@ def _describe_absence(
         if len(members) < view.world_size:
             call += f" in group {name_ranks(members)}"
         seconds = max(waits[rank].seconds for rank in waiting)
-        lines.append(
-            f"{_subject(faults or missing)} not come to {call}, where {_subject(waiting)} waited "
-            f"for {seconds:.1f} s"
-        )
+        others = f"{_subject(waiting)} waited for {seconds:.1f} s"
+        lines.append(f"{_subject(faults or missing)} not come to {call}, where {others}")
         snapshot = first.snapshot(waiting[0])
         for rank in faults[:_MOST_NAMED]:
             activity = f"; it {doing[rank]}" if rank in doing else ""

@@ -333,10 +333,8 @@ def _read_others(view: WorldView) -> dict[int, description.RankDescription]:
     try:
         found: list[bytes] = link.ask(read, _STORE_TIMEOUT)
     except stores.StoreGone as error:
-        raise BackendUnavailable(
-            f"the other hosts of run {view.run_id} cannot be seen: the store at {endpoint.address} "
-            f"does not answer: {error}. Without --all-hosts, this host is shown alone"
-        ) from error
+        what = f"the store of run {view.run_id} at {endpoint.address} does not answer: {error}"
+        raise BackendUnavailable(f"{what}. Without --all-hosts, this host is shown") from error
     finally:
         link.close()
     texts = zip(ranks, found, strict=True)

@@ -103,7 +103,7 @@ def test_resumed_as_with_accelerate(world: Ranks, tmp_path: Path) -> None:
     check_equal(world.run(resumed, ACCELERATE_USE_CPU="yes"), wanted)
 
     def load() -> None:
-        with pytest.raises(CheckpointError, match="Load the weights by load_checkpoint_in_model"):
+        with pytest.raises(CheckpointError, match="load the weights by load_checkpoint_in_model"):
             Accelerator(cpu=True).load_state(saved["theirs"])
 
     world.run(load)

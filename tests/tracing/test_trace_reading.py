@@ -193,9 +193,7 @@ def test_hosts_that_share_no_round_are_set_by_the_calendar(plant: Plant) -> None
     run.leave(AT + SECOND)
     done = command(run.directory)
     assert done.returncode == 0
-    assert (
-        "were aligned by the calendar, since they share no round with the first rank" in done.stderr
-    )
+    assert "share no round with the first rank: aligned by the calendar" in done.stderr
 
 
 def test_a_file_cut_off_anywhere_gives_what_is_left(planted: Planted) -> None:

@@ -197,7 +197,7 @@ def test_a_bad_disk_never_breaks_the_run(what: str, tmp_path: Path, meeting_plac
         said, total = outcome
         assert total == 2
         (warning,) = said
-        assert warning.startswith(f"the trace of rank {rank} ends here, and the run goes on")
+        assert warning.startswith(f"the trace of rank {rank} ends: cannot write")
         assert str(target) in warning
     if what == "full":  # what was written before is there
         run = only_run(target)
@@ -246,7 +246,7 @@ def test_the_file_keeps_its_limit_and_the_latest(tmp_path: Path, meeting_place: 
     numbers = [e.number for e in entries(run, 0)]
     assert numbers == list(range(numbers[0], 20_002))  # without a gap
     assert len(numbers) > 2000
-    assert "syncprims: ranks [0] recorded more rounds than" in command(tmp_path / "t").stderr
+    assert "ranks [0] have lost their oldest rounds" in command(tmp_path / "t").stderr
 
 
 def test_runs_in_one_directory_do_not_mix(tmp_path: Path, meeting_place: Path) -> None:

@@ -491,7 +491,7 @@ def test_a_sampler_that_shards_is_left_to_do_so(world: Ranks, batch_size: int | 
         rest = torch.hstack([torch.as_tensor(b) for b in skip_first_batches(loader, 1)])
         assert rest.tolist() == list(sampler())[batch_size or 1 :]
         dealt = feed(range(12), batch_size=batch_size, sampler=sampler())
-        with pytest.raises(ValueError, match="a share of the data only"):
+        with pytest.raises(ValueError, match="has only its share"):
             prepare_data_loader(dealt, dispatch_batches=True)
         return seen
 
@@ -651,7 +651,7 @@ def test_what_a_loader_cannot_deal_again_is_refused() -> None:
         loader = prepare_data_loader(feed(range(12), sampler=sampler))
         with pytest.raises(ValueError, match="DistributedSampler"):
             loader.reshard(change)
-        with pytest.raises(ValueError, match="4 items have been taken"):
+        with pytest.raises(ValueError, match="cannot begin at 4"):
             loader.load_state_dict({**loader.state_dict(), "samples": 4})
         loader.load_state_dict({**loader.state_dict(), "samples": 6})
         assert len([*loader]) == 2
@@ -719,7 +719,7 @@ def test_what_cannot_be_dealt_is_refused(world: Ranks) -> None:
     def program() -> int:
         with pytest.raises(TypeError, match="prepare a loader before you skip"):
             prepare_data_loader(skip_first_batches(feed([1, 2]), 1))
-        with pytest.raises(ValueError, match="in_order=False lets 2 workers"):
+        with pytest.raises(ValueError, match="in_order=False and 2 workers"):
             prepare_data_loader(DataLoader(Stream(4), num_workers=2, in_order=False))
         one: Any = DataLoader(Stream(4), num_workers=1, in_order=False)
         return len(list(prepare_data_loader(one)))

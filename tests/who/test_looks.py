@@ -374,7 +374,7 @@ def test_another_user_sees_nothing_and_is_told_why(meeting_place: Path) -> None:
         os.close(reader)
         os.close(writer)
     assert "belongs to user 0: only that user, or root, can see its world" in by_pid
-    assert "belong to other users: only they, or root, can see what runs there" in by_path
+    assert "belong to other users: only they, or root, see them" in by_path
     assert path not in listed
 
 

@@ -105,10 +105,8 @@ class Saving:
         if current().extras.get(_KEY) is not self:
             return  # it was complete, or an earlier call has waited
         if not self._end():
-            raise CheckpointError(
-                f"{self._save.doing} was not finished when a rank was lost: save again",
-                path=self.path,
-            )
+            text = f"{self._save.doing} was not finished when a rank was lost: save again"
+            raise CheckpointError(text, path=self.path)
         self._outcome.result()
 
     def _end(self) -> bool:

@@ -76,12 +76,9 @@ class Place(NamedTuple):
             with contextlib.suppress(BlockingIOError, FileNotFoundError):
                 return cls._lock(path, stack)
             if time.monotonic() >= end:
-                raise CheckpointError(
-                    f"{doing}: another save, of another program or in the background, writes to "
-                    f"{path} and has not finished within {LOCK_SECONDS:g} s. Wait for its end, or "
-                    f"save to another directory.",
-                    path=path,
-                )
+                what = f"{doing}: another save there has not finished within {LOCK_SECONDS:g} s"
+                cure = "Wait for its end, or save to another directory."
+                raise CheckpointError(f"{what}. {cure}", path=path)
             time.sleep(0.02 + 0.05 * secrets.randbelow(100) / 100)  # of two, one comes first
 
     @classmethod
@@ -338,10 +335,8 @@ class Save:
             names = filesystem.names(folder)
             lost = digests.keys() - set(names)
             if lost:
-                raise CheckpointError(
-                    f"{self.doing}: another save, or a person, has removed {folder}/{min(lost)} "
-                    f"while ranks still wrote there"
-                )
+                what = f"another save, or a person, has removed {folder}/{min(lost)}"
+                raise CheckpointError(f"{self.doing}: {what} while ranks still wrote there")
             preferred = [n for n in self.heads[: self.heads.index(self.head)] if n in names]
             for name in preferred[1:]:  # hidden by the first of them: no reader reads these now
                 filesystem.remove(f"{path}/{name}")
@@ -424,10 +419,8 @@ def commit(
                 filesystem.remove_or_log(target)
             undo()
         elif isinstance(error, OSError):
-            raise CheckpointError(
-                f"the new {target} is in place, but may not survive a power loss: {error}",
-                path=error.filename, errno=error.errno,
-            ) from error  # fmt: skip
+            text = f"the new {target} is in place, but may not survive a power loss: {error}"
+            raise CheckpointError(text, path=error.filename, errno=error.errno) from error
         raise
 
 

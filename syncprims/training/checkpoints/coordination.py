@@ -50,13 +50,9 @@ def meet(doing: str, path: str = "") -> list[int]:
     first, first_path = members[0]
     for rank, other_path in members:
         if other_path != first_path:
-            raise CheckpointError(
-                f"{call}: rank {rank} saves to {other_path}, and rank {first} to {first_path}. "
-                f"Every rank passes the same directory: broadcast a name that comes from a "
-                f"clock or a random number, and pass an absolute path where ranks have "
-                f"different working directories.",
-                path=other_path, rank=rank,
-            )  # fmt: skip
+            what = f"{call}: rank {rank} saves to {other_path}, and rank {first} to {first_path}"
+            cure = "Pass the same absolute path on every rank: broadcast a name with a clock in it."
+            raise CheckpointError(f"{what}. {cure}", path=other_path, rank=rank)
     return [member[0] for member in members]
 
 

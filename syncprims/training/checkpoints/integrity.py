@@ -27,12 +27,9 @@ _FIELD = f'"{SEAL}":"'.encode()
 
 def refusal(path: str, what: str, expected: object, found: object) -> CheckpointError:
     """Return the error for a file that was changed after it was written."""
-    return CheckpointError(
-        f"{path}: {what}: expected {_shorten(expected)}, found {_shorten(found)}. "
-        f"Load another checkpoint, or fetch this one again. If a program saves there now, it has "
-        f"replaced files that were being read: load again.",
-        path=path,
-    )
+    what = f"{path}: {what}: expected {_shorten(expected)}, found {_shorten(found)}"
+    cure = "Load another checkpoint, or fetch this one again; if a program saves there, load again."
+    return CheckpointError(f"{what}. {cure}", path=path)
 
 
 def _shorten(value: object) -> str:

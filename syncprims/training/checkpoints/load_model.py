@@ -393,10 +393,8 @@ def _devices(device_map: Any, slots: Sequence[_Slot]) -> dict[int, torch.device]
     given: Mapping[str, Any] = device_map if hasattr(device_map, "items") else {"": device_map}
     for name, device in given.items():
         if device in _NOWHERE:
-            raise ValueError(
-                f"device_map gives {device!r} for {name!r}: it takes devices that hold tensors, as "
-                f"'cpu', 0 or 'cuda:1'; offloading is not supported"
-            )
+            what = f"device_map gives {device!r} for {name!r}; it takes devices with memory"
+            raise ValueError(f"{what}, as 'cpu', 0 or 'cuda:1': nothing is offloaded")
     table = {portable_name(name): torch.device(device) for name, device in given.items()}
     devices: dict[int, torch.device] = {}
     for slot in slots:
@@ -406,10 +404,8 @@ def _devices(device_map: Any, slots: Sequence[_Slot]) -> dict[int, torch.device]
             devices.setdefault(id(slot.tensor), table[max(prefixes, key=len)])
     lacking = [slot.full for slot in slots if id(slot.tensor) not in devices]
     if lacking:
-        raise ValueError(
-            f"device_map gives no device for {_listed(lacking)}: name the parts that hold them, "
-            f"or all others by ''"
-        )
+        what = f"device_map gives no device for {_listed(lacking)}"
+        raise ValueError(f"{what}; name the parts that hold them, or all others by ''")
     return devices
 
 

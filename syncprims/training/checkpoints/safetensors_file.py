@@ -67,17 +67,14 @@ def check_storable(name: Any, tensor: Any) -> None:
     :raises TypeError: in that case.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            f"{name!r} is of type {type(tensor).__name__}: a weights file holds tensors only; "
-            f"save_state saves the rest, too"
-        )
+        what = f"{name!r} is of type {type(tensor).__name__}, and a weights file holds tensors"
+        raise TypeError(f"{what}; save_state() saves the rest, too")
     if not isinstance(name, str) or name == METADATA:
         raise TypeError(f"a tensor is called {name!r}: it takes a str, and not {METADATA!r}")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in _CODES:
-        raise TypeError(
-            f"tensor {name!r} is {tensor.dtype}, {tensor.layout}: safetensors holds dense tensors "
-            f"of {', '.join(sorted(str(d)[6:] for d in _CODES))}"
-        )
+        takes = ", ".join(sorted(str(dtype)[6:] for dtype in _CODES))
+        what = f"tensor {name!r} is {tensor.dtype}, {tensor.layout}"
+        raise TypeError(f"{what}; safetensors holds dense tensors of {takes}")
     if tensor.is_meta:
         raise TypeError(f"tensor {name!r} is on the meta device: it has no values to save")
 
@@ -178,10 +175,8 @@ def _make_beginning(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, 
     header = dump(entries)
     header += b" " * (-(_LENGTH.size + len(header)) % _ALIGNMENT)
     if len(header) > _LONGEST_HEADER:
-        raise ValueError(
-            f"{len(tensors)} tensors need a header of {len(header)} bytes, and a file may have "
-            f"{_LONGEST_HEADER}; allow smaller shards"
-        )
+        what = f"{len(tensors)} tensors need a header of {len(header)} bytes"
+        raise ValueError(f"{what}, of {_LONGEST_HEADER} that there may be; allow smaller shards")
     return _LENGTH.pack(len(header)) + header
 
 

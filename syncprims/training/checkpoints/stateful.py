@@ -57,15 +57,11 @@ def check_objects(objects: Mapping[str, object], own: Mapping[str, object]) -> N
         require(name, str, "objects are saved under names")
         # isinstance() does not see what __getattr__ gives, from Python 3.12 on.
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise TypeError(
-                f"{name!r} is a {type(thing).__name__}: it has no state_dict() and "
-                f"load_state_dict(), which a checkpoint needs"
-            )
+            what = f"{name!r} is a {type(thing).__name__}"
+            raise TypeError(f"{what}: it has no state_dict() and load_state_dict()")
         if not _NAME.fullmatch(name) or _RESERVED_NAME.fullmatch(name):
-            raise ValueError(
-                f"{name!r} cannot name an object: a name has letters, digits, '_', '.' and '-', at "
-                f"most 100, begins with a letter or digit, and is not 'rank-' with a number"
-            )
+            takes = "letters, digits, '_', '.' and '-', at most 100, no sign first; nor 'rank-N'"
+            raise ValueError(f"{name!r} cannot name an object: a name has {takes}")
     both = sorted(objects.keys() & own.keys())
     if both:
         raise ValueError(f"{both} are in objects and in rank_objects: pass each in one of them")
@@ -109,12 +105,9 @@ def check_fits(path: str, name: str, thing: Stateful, state: Any) -> None:
     for key in {**own, **saved}:
         value, expected, found = own.get(key), _shape(own, key), _shape(saved, key)
         if isinstance(value, torch.Tensor) and value.is_meta:
-            raise CheckpointError(
-                f"{path}: object {name!r}: the model's {key!r} is on the meta device: it has no "
-                f"memory for values. Call model.to_empty(device=...) first, or load the weights of "
-                f"a saved model with load_checkpoint_in_model().",
-                path=path,
-            )
+            what = f"{path}: object {name!r}: the model's {key!r} is on the meta device"
+            cure = "Call model.to_empty(device=...), or use load_checkpoint_in_model()"
+            raise CheckpointError(f"{what}, without memory. {cure}.", path=path)
         if expected != found and (isinstance(value, torch.Tensor) or None in (expected, found)):
             what = f"object {name!r} is of another model: {key!r}"
             raise refusal(path, what, f"{expected or 'nothing'}, as in the model", found or "none")
@@ -310,11 +303,9 @@ class _Splitter:
         kind: type[Any] = type(value)
         spelled = ".".join(key_path) or "itself"
         of = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
-        return TypeError(
-            f"state {spelled} is a {kind.__module__}.{kind.__qualname__}{of}: it "
-            f"could only be saved as a pickle, which runs code when it is loaded. Give a "
-            f"state_dict() of numbers, texts, lists, dicts, arrays and tensors."
-        )
+        what = f"state {spelled} is a {kind.__module__}.{kind.__qualname__}{of} and needs a pickle"
+        cure = "Give a state_dict() of numbers, texts, lists, dicts, arrays and tensors."
+        return TypeError(f"{what}: loading that would run code. {cure}")
 
 
 def _spell(key: Any) -> str:

@@ -252,20 +252,15 @@ def load_state(
     )
     check_equal(
         doing, ranks, digests, "have found a different checkpoint",
-        "Every rank loads the same one: pass the same directory, and the same step; where "
-        "hosts have disks of their own, copy the checkpoint to each.",
+        "Pass the same directory and step; copy the checkpoint to hosts with disks of their own.",
     )  # fmt: skip
 
     def read_states() -> dict[str, Any]:
         here, count = len(ranks), len(saved.ranks)
         if count != here and not any_world_size:
-            file = f"{path}/{MANIFEST}"
-            raise CheckpointError(
-                f"{file}: saved by {count} ranks, and here are {here}: the random numbers and "
-                f"objects of each rank do not fit. Start {count} ranks, or pass "
-                f"any_world_size=True: then each rank keeps its own.",
-                path=file,
-            )
+            what = f"{path}/{MANIFEST}: saved by {count} ranks, and here are {here}"
+            cure = "or pass any_world_size=True: each rank keeps its random numbers and objects"
+            raise CheckpointError(f"{what}. Start {count} ranks, {cure}.", path=path)
         reader = _StateReader(path, saved, strict)
         states = reader.common_states(objects)
         if count == here:
@@ -285,11 +280,9 @@ def _load_into(path: str, objects: Mapping[str, Stateful], states: dict[str, Any
         try:
             stateful.load_into(objects[name], state)
         except Exception as error:
-            raise CheckpointError(
-                f"{path}: {name!r} refuses its state: {type(error).__name__}: {error}. Objects "
-                f"before it have been loaded: do not use them.",
-                path=path,
-            ) from error
+            what = f"{path}: {name!r} refuses its state: {type(error).__name__}: {error}"
+            cure = "Objects before it have been loaded: do not use them."
+            raise CheckpointError(f"{what}. {cure}", path=path) from error
 
 
 class _RandomNumbers:
@@ -436,11 +429,9 @@ class Checkpoints:
         """
         steps = agreed_steps(self, f"Checkpoints.load from {self.directory}")
         if step is None and not steps:
-            raise CheckpointError(
-                f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: "
-                f"expected one, found none. Save one, or start from the beginning.",
-                path=self.directory,
-            )
+            what = f"{self.directory}: no complete checkpoint {self.prefix}<number> in it"
+            cure = "expected one, found none. Save one, or start from the beginning."
+            raise CheckpointError(f"{what}: {cure}", path=self.directory)
         chosen = max(steps) if step is None else step
         try:
             return load_state(self.path(chosen), objects, **options)

@@ -91,10 +91,8 @@ class BatchShard:
         self.latest = Draw()  #: of the iteration that began last
         self.single = False  #: each rank gets one index at a time, and not a list of them
         if plan.split and self.batch_size is not None and self.batch_size % plan.ranks:
-            raise ValueError(
-                f"split_batches: a batch of {self.batch_size} cannot be cut into {plan.ranks} "
-                f"equal parts, one per rank; choose a multiple of {plan.ranks}"
-            )
+            what = f"split_batches: {plan.ranks} ranks cannot share a batch of {self.batch_size}"
+            raise ValueError(f"{what}; choose a multiple of {plan.ranks}")
 
     @property
     def sampler(self) -> Any:

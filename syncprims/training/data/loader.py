@@ -177,10 +177,9 @@ class PreparedLoader(DataLoader[T]):
 
     def _known_seed(self) -> int:
         if self._progress.seed is None:
-            raise RuntimeError(
-                "this loader has the order of torch's own generators, which no state holds: "
-                "prepare it with order='seeded' (Accelerator: with use_stateful_dataloader=True)"
-            )
+            what = "this loader has the order of torch's own generators, which no state holds"
+            how = "order='seeded' (Accelerator: use_stateful_dataloader=True)"
+            raise RuntimeError(f"{what}; prepare it with {how}")
         return self._progress.seed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -195,10 +194,8 @@ class PreparedLoader(DataLoader[T]):
         """
         samples = state["samples"]
         if self._shards_itself and samples % get_world_size():
-            raise ValueError(
-                f"{samples} items have been taken of the epoch, and a DistributedSampler of "
-                f"{get_world_size()} ranks cannot begin there; let the loader shard the data"
-            )
+            what = f"a DistributedSampler of {get_world_size()} ranks cannot begin at {samples}"
+            raise ValueError(f"{what}; let the loader shard the data")
         progress = self._progress
         progress.seed = state["seed"]
         progress.move(state["epoch"], samples)
@@ -230,10 +227,8 @@ class PreparedLoader(DataLoader[T]):
             whole = (size or 0) * (ranks if old.split else before)
             cut, rest = divmod(whole, before if old.split else ranks)
             if rest or not cut:
-                raise ValueError(
-                    f"reshard(keep={keep!r}): batches of {size or 'mixed sizes'} cannot be cut for "
-                    f"{ranks} ranks instead of {before}; keep the other size"
-                )
+                what = f"batches of {size or 'mixed sizes'} cannot be cut for {ranks} ranks"
+                raise ValueError(f"reshard(keep={keep!r}): {what}; keep the other size")
         self._change_plan(rank=rank, ranks=ranks, size=cut)
         running = progress.current
         progress.seed = seed
@@ -422,20 +417,14 @@ def prepare_data_loader(
 def _check(loader: Any, *, dispatched: bool) -> None:
     """Raise an error if no rank could know its batches of `loader`."""
     if not isinstance(loader, DataLoader):
-        raise TypeError(
-            f"prepare_data_loader() takes a torch DataLoader, and this is a "
-            f"{type(loader).__name__}; prepare a loader before you skip batches of it"
-        )
+        what = f"prepare_data_loader() takes a torch DataLoader, and no {type(loader).__name__}"
+        raise TypeError(f"{what}; prepare a loader before you skip batches of it")
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
-        raise ValueError(
-            f"in_order=False lets {loader.num_workers} workers hand out batches in any order, and "
-            f"no rank knows its position then; leave in_order out"
-        )
+        what = f"with in_order=False and {loader.num_workers} workers no rank knows its position"
+        raise ValueError(f"{what}; leave in_order out")
     if dispatched and any(map(sampling.is_sharded, (loader.batch_sampler, loader.sampler))):
-        raise ValueError(
-            "dispatch_batches lets rank 0 read for all, and a DistributedSampler gives it a share "
-            "of the data only; remove the sampler, or dispatch_batches"
-        )
+        what = "dispatch_batches: rank 0 reads for all, and a DistributedSampler has only its share"
+        raise ValueError(f"{what}; remove the sampler, or dispatch_batches")
 
 
 def _common_generator(loader: DataLoader[Any]) -> torch.Generator | None:

@@ -274,7 +274,7 @@ def test_the_others_go_on_without_a_host_that_is_cut_off(tmp_path: Path) -> None
         net.await_reports("end-0", "end-1", "alone-2", "alone-3")
         for rank in (0, 1):
             assert json.loads(net.report_of(rank)) == [[0, 1], [2, 3], 2.0]
-        assert "does not reach the store" in (tmp_path / "alone-2").read_text()
+        assert "cannot ask the store" in (tmp_path / "alone-2").read_text()
         net.mend(net.hosts[1])
         net.await_reports("end-2", "end-3")
         assert "without this host, whose heartbeat they missed" in net.report_of(2)

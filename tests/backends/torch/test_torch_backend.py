@@ -129,7 +129,7 @@ def test_a_group_that_is_not_the_launchers_world_is_refused(meeting_place: Path)
     )
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = run_ranks(meeting_place, [sys.executable, "-c", code], variables, code=1)
-    assert "torch.distributed is initialized with rank=0 and world_size=1" in done.stderr
+    assert "torch.distributed has rank=0 and world_size=1" in done.stderr
     assert "torchrun says rank=1 and world_size=2" in done.stderr
 
 
