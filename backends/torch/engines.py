@@ -19,6 +19,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -92,36 +93,23 @@ class Links:
             held.close()
 
 
+@dataclass(eq=False)
 class GlooEngine(Engine):
     """Gloo among the members of one board; it connects for the first transfer."""
 
-    def __init__(
-        self,
-        endpoint: StoreEndpoint,
-        prefix: str,
-        index: int,
-        hosts: Sequence[str],
-        interfaces: str | None,
-        limit: float,
-    ) -> None:
-        """`hosts` are the names of all members' hosts, and `index` is this member's place there.
-
-        `interfaces` are names, with commas between; None: the one that leads to the store. A host
-        that does not answer for `limit` seconds counts as cut off.
-        """
-        self._endpoint = endpoint
-        self._prefix = prefix
-        self._index = index
-        self._hosts = hosts
-        self._interfaces = interfaces
-        self._limit = limit
-        self._process = os.getpid()  # only here are the group's threads
-        self._group: Any = None
-        self._links: Links | None = None
-        self._begin = math.inf  # of the transfer under way
-        self._failed_at = -math.inf
-        self._pending: Any = None
-        self._closed = False
+    endpoint: StoreEndpoint
+    prefix: str
+    index: int  #: of this member
+    hosts: Sequence[str]  #: the names of all members' hosts
+    interfaces: str | None  #: names, with commas between; None: the one that leads to the store
+    limit: float  #: seconds without an answer after which a host counts as cut off
+    _process: int = field(default_factory=os.getpid)  # only here are the group's threads
+    _group: Any = None
+    _links: Links | None = None
+    _begin: float = math.inf  # of the transfer under way
+    _failed_at: float = -math.inf
+    _pending: Any = None
+    _closed: bool = False
 
     def broadcast(self, data: memoryview, src: int) -> None:
         """Fill `data` with the data of member number `src`."""
@@ -137,16 +125,16 @@ class GlooEngine(Engine):
 
     def gather(self, mine: memoryview, all_: memoryview) -> None:
         """All-gather: part i of `all_` is `mine` of member i."""
-        parts = list(_tensor(all_).chunk(len(self._hosts)))
+        parts = list(_tensor(all_).chunk(len(self.hosts)))
         self._transfer(lambda group: group.allgather(parts, _tensor(mine)))
 
     def obstacle(self) -> str | None:
         """Return which hosts do not reach each other, once a transfer takes suspiciously long."""
-        if self._links is None or time.monotonic() < self._begin + self._limit / 2:
+        if self._links is None or time.monotonic() < self._begin + self.limit / 2:
             return ""
         said = self._links.obstacle()
         # That a host answers does not say that its ranks live: their heartbeat does.
-        if not said and time.monotonic() < self._failed_at + 2 * self._limit:
+        if not said and time.monotonic() < self._failed_at + 2 * self.limit:
             return None
         return said
 
@@ -187,18 +175,18 @@ class GlooEngine(Engine):
 
         Gloo itself looks up this host's own name: a loopback address on many hosts.
         """
-        store = dist.PrefixStore(self._prefix, self._endpoint.connect())
+        store = dist.PrefixStore(self.prefix, self.endpoint.connect())
         make: Any = dist.ProcessGroupGloo
         options = make._Options()
-        address = _own_address(self._endpoint.host)
-        if self._interfaces:
-            names = self._interfaces.split(",")
+        address = _own_address(self.endpoint.host)
+        if self.interfaces:
+            names = self.interfaces.split(",")
             options._devices = [make.create_device(interface=name) for name in names]
         else:
             options._devices = [make.create_device(hostname=address)]
         options._timeout = _CONNECT
-        self._links = Links(store, self._index, self._hosts, address, self._limit)
-        group = make(store, self._index, len(self._hosts), options)
+        self._links = Links(store, self.index, self.hosts, address, self.limit)
+        group = make(store, self.index, len(self.hosts), options)
         group._set_default_timeout(_LONG)
         return group
 

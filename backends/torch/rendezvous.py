@@ -22,6 +22,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -85,34 +86,27 @@ class JoinWarning:
         self._at = time.monotonic() + self._every
 
 
+@dataclass
 class Rendezvous:
     """One rank's part in a rendezvous. Methods that take a `store` run on a link's thread."""
 
     met: ClassVar[set[str]] = set()  #: tokens of the worlds that this process was in
 
-    def __init__(
-        self,
-        links: Sequence[StoreLink],
-        endpoint: StoreEndpoint,
-        topology: Topology,
-        settings: Settings,
-        deadline: float,
-        warning: JoinWarning,
-    ) -> None:
-        self._links = links
-        self._endpoint = endpoint
-        self._top = topology
-        self._settings = settings
-        self._join_timeout = settings.join_timeout
-        self._deadline = deadline
-        self._warning = warning
-        self._prefix = f"world-{topology.world_size}/rendezvous"
-        self._epoch = ""  # prefix of the keys of the epoch that this rank is in
-        #: Who is missing and why, as last known: the rank that serves the store may go first.
-        self._missing: dict[int, str] = {}
-        self._incarnation = 0  # which of the processes that had this rank it is, from 1
-        self._confirmed = False  # the proposal of this epoch
-        self._entry = [topology.rank, *describe_here(settings)]
+    links: Sequence[StoreLink]
+    endpoint: StoreEndpoint
+    top: Topology
+    settings: Settings
+    deadline: float
+    warning: JoinWarning
+    _epoch: str = ""  # prefix of the keys of the epoch that this rank is in
+    #: Who is missing and why, as last known: the rank that serves the store may go first.
+    _missing: dict[int, str] = field(default_factory=dict[int, str])
+    _incarnation: int = 0  # which of the processes that had this rank it is, from 1
+    _confirmed: bool = False  # the proposal of this epoch
+
+    def __post_init__(self) -> None:
+        self._prefix = f"world-{self.top.world_size}/rendezvous"
+        self._entry = [self.top.rank, *describe_here(self.settings)]
 
     def run(self) -> Placement:
         """Return who takes part, once all have come and have all their links to the store.
@@ -125,7 +119,7 @@ class Rendezvous:
         :raises StoreGone: if the store ended meanwhile, and there is time for another attempt.
         """
         try:
-            for link in self._links:
+            for link in self.links:
                 # Now, and not when they are needed: a store may take seconds for a new connection,
                 # to look up the name of the caller, and answers no other rank meanwhile.
                 self._reach(link)
@@ -151,30 +145,30 @@ class Rendezvous:
             why = error
         if self._epoch:
             with contextlib.suppress(StoreGone):
-                placement = self._links[0].ask(self._void, _LEAVING)
+                placement = self.links[0].ask(self._void, _LEAVING)
                 if placement is not None:
                     return placement
             if self._missing:
                 raise self._never_came()
-        raise unreachable(self._top, self._endpoint, why) from why
+        raise unreachable(self.top, self.endpoint, why) from why
 
     def _reach(self, link: StoreLink) -> None:
         """Return once `link` has its connection to the store."""
         answer = link.submit(lambda store: None)
         while not answer.done() and self._left():
-            futures.wait([answer], min(self._left(), self._warning.left))
-            if not answer.done() and not self._warning.left:
-                why = self._endpoint.refusal or "it does not answer"
-                self._warning.log(f"the store at {self._endpoint.address}", why)
+            futures.wait([answer], min(self._left(), self.warning.left))
+            if not answer.done() and not self.warning.left:
+                why = self.endpoint.refusal or "it does not answer"
+                self.warning.log(f"the store at {self.endpoint.address}", why)
         if not answer.done():
-            raise StoreGone(f"no answer for {self._join_timeout:g} s")
+            raise StoreGone(f"no answer for {self.settings.join_timeout:g} s")
         link.ask(lambda store: None, self._left())  # raises what the first request met
 
     def _left(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
+        return max(0.0, self.deadline - time.monotonic())
 
     def _ask(self, work: Callable[[Any], T]) -> T:
-        return self._links[0].ask(work, self._left())
+        return self.links[0].ask(work, self._left())
 
     def _await_result(self) -> Placement | None:
         """Return the result of the epoch once it is closed; None if it is void."""
@@ -191,15 +185,15 @@ class Rendezvous:
             self._look_for_early_ends()
             if self._confirmed and not confirmed:
                 pause = _FIRST_PAUSE  # the others confirm it now
-            if self._left() < _LEAVING or not self._warning.left:
+            if self._left() < _LEAVING or not self.warning.left:
                 self._missing = self._ask(self._find_missing)
-            if self._missing and not self._warning.left:
+            if self._missing and not self.warning.left:
                 why = [f"rank {rank} {why}" for rank, why in self._missing.items()]
-                self._warning.log(f"ranks {list(self._missing)}", "; ".join(why[:8]))
+                self.warning.log(f"ranks {list(self._missing)}", "; ".join(why[:8]))
 
     def _look_for_early_ends(self) -> None:
         """Break the epoch if a rank that it lacks is known to have ended."""
-        ends = find_early_ends(self._top, self._settings)
+        ends = find_early_ends(self.top, self.settings)
         lost = [rank for rank in self._ask(self._find_missing) if rank in ends] if ends else []
         if lost:
             joined = self._ask(lambda store: [rank for rank in lost if self._has_come(store, rank)])
@@ -208,22 +202,22 @@ class Rendezvous:
                 rank,
                 ends[rank].how,
                 rank in joined,
-                waiting=self._top.rank,
-                call=self._settings.first_call or "init",
+                waiting=self.top.rank,
+                call=self.settings.first_call or "init",
             )
             error.missing = lost
             verdict = _BROKEN + errors.dump(error)
             self._ask(lambda store: store.compare_set(f"{self._epoch}end", "", verdict))
 
     def _never_came(self) -> SyncTimeout:
-        top, missing = self._top, list(self._missing)
-        waited = self._join_timeout - self._left()
-        call = self._settings.first_call or "init"
+        top, missing = self.top, list(self._missing)
+        waited = self.settings.join_timeout - self._left()
+        call = self.settings.first_call or "init"
         arrived = [rank for rank in range(top.world_size) if rank not in missing]
         lines = "\n".join(f"  rank {rank} {why}" for rank, why in self._missing.items())
         return SyncTimeout(
             f"{call} timed out after {waited:.1f} s: ranks {missing} did not come, ranks {arrived} "
-            f"did\n{lines}\nThis rank waits at the store at {self._endpoint.address}, run id "
+            f"did\n{lines}\nThis rank waits at the store at {self.endpoint.address}, run id "
             f"{top.run_id!r}: a rank that was started with others never meets it. See what keeps "
             f"ranks {missing}. If they are only slow, allow more: SYNCPRIMS_JOIN_TIMEOUT.",
             rank=top.rank,
@@ -234,8 +228,8 @@ class Rendezvous:
         )
 
     def _replaced(self) -> ConfigurationError:
-        rank = self._top.rank
-        what = f"rank {rank} of run {self._top.run_id!r} is taken by a process that started later"
+        rank = self.top.rank
+        what = f"rank {rank} of run {self.top.run_id!r} is taken by a process that started later"
         cure = "give every process its own rank, and every run its own SYNCPRIMS_RUN_ID"
         return ConfigurationError(f"{what}: {cure}", rank=rank)
 
@@ -248,22 +242,22 @@ class Rendezvous:
         if another process has this rank now. An epoch is closed once all ranks are in it, and
         then belongs to their world. So a second world of the same processes opens the next.
         """
-        latest = store.add(self._incarnations_of(self._top.rank), not self._incarnation)
+        latest = store.add(self._incarnations_of(self.top.rank), not self._incarnation)
         if self._incarnation not in (0, latest):
             return None
         self._incarnation = latest
         number = 1
         while store.check([f"{self._prefix}/{number}/end"]):
             number += 1
-        goes_on = self._settings.elastic and self._find_world(store, number)
+        goes_on = self.settings.elastic and self._find_world(store, number)
         if goes_on:
             return goes_on
         epoch = f"{self._prefix}/{number}/"
         entry = json.dumps([*self._entry, self._incarnation])
         store.append(f"{epoch}entries", f"{entry}\n")
-        if store.add(f"{epoch}count", 1) >= self._top.world_size:
+        if store.add(f"{epoch}count", 1) >= self.top.world_size:
             entries = _entries(store, epoch)
-            if len(entries) == self._top.world_size:
+            if len(entries) == self.top.world_size:
                 incarnations = [entries[rank].incarnation for rank in sorted(entries)]
                 result = json.dumps([secrets.token_hex(8), _by_host(entries), incarnations])
                 store.compare_set(f"{epoch}result", "", result)
@@ -278,7 +272,7 @@ class Rendezvous:
             return None
         if len(found.hosts) == 1:  # it has no link to the store: the memory of that host tells
             here = found.hosts[0].place == self._entry[1]
-            if not here or not lives_here(found.token, self._settings):
+            if not here or not lives_here(found.token, self.settings):
                 return None
         found.goes_on = True
         return found
@@ -301,20 +295,20 @@ class Rendezvous:
         if not result:
             return b""
         *_, incarnations = json.loads(result)
-        if incarnations[self._top.rank] != self._incarnation:
+        if incarnations[self.top.rank] != self._incarnation:
             # It names an earlier process of this rank. (Or a later one: then the next epoch says
             # so.) If that has confirmed it, too, it is the result of an earlier world.
             store.compare_set(f"{self._epoch}end", "", _VOID)
             return _VOID
         self._confirmed = True
-        store.append(f"{self._epoch}confirmed", f"{self._top.rank} ")
-        if store.add(f"{self._epoch}confirmations", 1) < self._top.world_size:
+        store.append(f"{self._epoch}confirmed", f"{self.top.rank} ")
+        if store.add(f"{self._epoch}confirmations", 1) < self.top.world_size:
             return b""
         end = store.compare_set(f"{self._epoch}end", "", _COMPLETE)
         return result if end == _COMPLETE else _VOID
 
     def _find_missing(self, store: Any) -> dict[int, str]:
-        entries, ranks = _entries(store, self._epoch), range(self._top.world_size)
+        entries, ranks = _entries(store, self._epoch), range(self.top.world_size)
         missing = {rank: "never joined" for rank in ranks if rank not in entries}
         if missing or not store.check([f"{self._epoch}result"]):
             return missing

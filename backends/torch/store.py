@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -43,33 +44,23 @@ class StoreGone(Exception):
     """The store did not answer in time, or never will."""
 
 
+@dataclass(eq=False)
 class StoreLink:
-    """One connection: its thread handles requests one after another."""
+    """One connection, made at the first request: its thread handles requests one after another."""
 
-    def __init__(
-        self,
-        name: str,
-        connect: Callable[[], Any],
-        *,
-        await_served: Callable[[threading.Event], None] | None = None,
-        every: float = 0.0,
-        beat: Callable[[Any], None] | None = None,
-    ) -> None:
-        """Connect at the first request; from then on, call ``beat(store)`` every so many seconds.
-
-        `await_served` is called before that. It waits where Python can still be interrupted,
-        returns when the store is served, and raises when the event that it gets is set.
-        """
-        self._name = name
-        self._connect = connect
-        self._await_served = await_served
-        self._closing = threading.Event()
-        self._every = every
-        self._beat = beat
-        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._busy_since: float | None = None
-        self.broken: BaseException | None = None  #: why the store will never answer again
+    name: str
+    connect: Callable[[], Any]
+    _: KW_ONLY
+    #: Called before that. It waits where Python can still be interrupted, returns when the store is
+    #: served, and raises when the event that it gets is set.
+    await_served: Callable[[threading.Event], None] | None = None
+    every: float = 0.0
+    beat: Callable[[Any], None] | None = None  #: called with the store every so many seconds
+    broken: BaseException | None = None  #: why the store will never answer again
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _requests: queue.SimpleQueue[_Request | None] = field(default_factory=queue.SimpleQueue)
+    _thread: threading.Thread | None = None
+    _busy_since: float | None = None
 
     @property
     def silent_for(self) -> float:
@@ -87,7 +78,7 @@ class StoreLink:
         future: futures.Future[T] = futures.Future()
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._run, name=f"syncprims-{self._name}", daemon=True
+                target=self._run, name=f"syncprims-{self.name}", daemon=True
             )
             self._thread.start()
         self._requests.put((work, future))
@@ -122,7 +113,7 @@ class StoreLink:
         store: Any = None
         next_beat = time.monotonic()
         while True:
-            beats = self._beat is not None and self.broken is None
+            beats = self.beat is not None and self.broken is None
             # What the thread does if a heartbeat is due first.
             request: _Request | None = (lambda store: None), futures.Future()
             with contextlib.suppress(queue.Empty):
@@ -136,13 +127,13 @@ class StoreLink:
                 if self.broken is not None:
                     raise StoreGone(str(self.broken))  # a new one: a traceback grows at each raise
                 if store is None:
-                    if self._await_served is not None:
-                        self._await_served(self._closing)
-                    store = self._connect()
-                if self._beat is not None and time.monotonic() >= next_beat:
-                    next_beat = time.monotonic() + self._every
+                    if self.await_served is not None:
+                        self.await_served(self._closing)
+                    store = self.connect()
+                if self.beat is not None and time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + self.every
                     with contextlib.suppress(OSError, ValueError):  # the next one may succeed
-                        self._beat(store)
+                        self.beat(store)
                 result = work(store)
             except BaseException as error:
                 # What torch raises when the connection has failed, and for nothing else here.

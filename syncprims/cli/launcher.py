@@ -29,7 +29,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from syncprims import errors
 from syncprims._system import processes
@@ -345,10 +345,12 @@ class _Launcher:
         self._ranks.append(started)
         assert process.stdout is not None
         assert process.stderr is not None
-        log = None if self._logs is None else self._logs / f"rank-{rank}.log"
+        logs: list[IO[bytes] | None] = [None, None]
+        if self._logs is not None:
+            logs = [(self._logs / f"rank-{rank}.log").open("ab", buffering=0) for _ in logs]
         return (
-            Source(rank, process.stdout, self._output.stdout, log),
-            Source(rank, process.stderr, self._output.stderr, log, started.tail),
+            Source(rank, process.stdout, self._output.stdout, logs[0]),
+            Source(rank, process.stderr, self._output.stderr, logs[1], started.tail),
         )
 
     def _environ(self, rank: int) -> dict[str, str]:

@@ -17,7 +17,7 @@ import select
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import IO, Any, TextIO
 
 _LONGEST_LINE = 1 << 20  # bytes without an end of line, after which one is added
@@ -30,28 +30,20 @@ _UNREAD = 5.0  # seconds for which the launcher, once it is asked to end, waits 
 _ERASE = b"\r\x1b[K"  # the line of the cursor, on a terminal
 
 
+@dataclass(eq=False)
 class Source:
     """One stream of one rank."""
 
-    def __init__(
-        self,
-        rank: int,
-        pipe: IO[bytes],
-        sink: Sink,
-        log: Path | None = None,
-        tail: collections.deque[str] | None = None,
-    ) -> None:
-        """Read `pipe`. All that comes is added to the file `log` as it is."""
-        self.rank = rank
-        self.pipe = pipe
-        self.sink = sink
-        self.begun = b""  #: a line that has not ended
-        self._log = None if log is None else log.open("ab", buffering=0)
-        self._tail = tail  # gets the last lines
-        self._after_return = False  # the newline of a return may come in the next chunk
-        self._held: list[bytes] = []  # lines of a traceback
-        self._held_until = 0.0  # at the latest
-        self.due = math.inf  #: when something that is held back is shown
+    rank: int
+    pipe: IO[bytes]
+    sink: Sink
+    log: IO[bytes] | None = None  #: gets all that comes, as it is
+    tail: collections.deque[str] | None = None  #: gets the last lines
+    begun: bytes = b""  #: a line that has not ended
+    due: float = math.inf  #: when something that is held back is shown
+    _after_return: bool = False  # the newline of a return may come in the next chunk
+    _held: list[bytes] = field(default_factory=list[bytes])  # lines of a traceback
+    _held_until: float = 0.0  # at the latest
 
     def read(self) -> bool:
         """Read what has come and show what is complete; return whether more may come."""
@@ -62,9 +54,9 @@ class Source:
         return bool(chunk)
 
     def _keep(self, chunk: bytes) -> None:
-        if self._log is not None:
+        if self.log is not None:
             try:
-                self._log.write(chunk)
+                self.log.write(chunk)
             except OSError as error:
                 self.sink.error = self.sink.error or error
 
@@ -74,8 +66,8 @@ class Source:
         if self.begun:
             self._show([self.begun])
         self.pipe.close()
-        if self._log is not None:
-            self._log.close()
+        if self.log is not None:
+            self.log.close()
 
     def _take(self, chunk: bytes) -> None:
         if self._after_return:
@@ -87,7 +79,7 @@ class Source:
         *lines, begun = (self.begun + chunk).split(b"\n")
         if len(begun) > _LONGEST_LINE:
             lines, begun = [*lines, begun], b""
-        if self._held or (self._tail is not None and any(_TRACEBACK in line for line in lines)):
+        if self._held or (self.tail is not None and any(_TRACEBACK in line for line in lines)):
             now = time.monotonic()
             self._held_until = self._held_until if self._held else now + _LONGEST_HOLD
             self._held += lines
@@ -116,8 +108,8 @@ class Source:
 
     def _show(self, lines: list[bytes]) -> None:
         lines = [line.rpartition(b"\r")[2] for line in lines]
-        if self._tail is not None:
-            self._tail.extend(line.decode(errors="replace") for line in lines)
+        if self.tail is not None:
+            self.tail.extend(line.decode(errors="replace") for line in lines)
         self.sink.write(self, lines)
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims._system.processes import find_descendants
 from syncprims._world.runtime import get_settings
@@ -96,44 +98,41 @@ def who(
         return observation.look()
 
 
+@dataclass
 class Observation:
-    """Looks at worlds repeatedly."""
+    """Finds worlds, as :func:`who`, and looks at them repeatedly."""
 
-    def __init__(
-        self,
-        which: str | int | os.PathLike[str] | None,
-        stuck_after: float,
-        all_hosts: bool = False,
-    ) -> None:
-        """Find the worlds, as :func:`who`."""
-        self._which = which
-        self._stuck_after = stuck_after
-        self._all_hosts = all_hosts
-        self._clocks: dict[str, dict[int, float]] = {}  # by world: of the ranks of other hosts
-        self.pause = _PAUSE  #: seconds between two looks, at least
-        self._before: dict[str, _Look] = {}
-        self._lines: dict[int, str] = {}
-        self._lines_at = float("-inf")
-        #: By world: where all ranks were in collectives of torch, and since when they are there.
-        self._in_torch: dict[str, tuple[object, float]] = {}
-        self.refused: Sequence[str] = ()  #: directories that this user may not read
+    which: str | int | os.PathLike[str] | None
+    stuck_after: float
+    all_hosts: bool = False
+    pause: float = _PAUSE  #: seconds between two looks, at least
+    refused: Sequence[str] = ()  #: directories that this user may not read
+    #: By world: the clocks of the ranks of other hosts.
+    _clocks: dict[str, dict[int, float]] = field(default_factory=dict[str, dict[int, float]])
+    _before: dict[str, _Look] = field(default_factory=dict[str, _Look])
+    _lines: dict[int, str] = field(default_factory=dict[int, str])
+    _lines_at: float = -math.inf
+    #: By world: where all ranks were in collectives of torch, and since when they are there.
+    _in_torch: dict[str, tuple[object, float]] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
         self._readers = self._find()
 
     def look(self) -> list[WorldReport]:
         """Return what the worlds do now; none once all have ended."""
-        if self._which is None and self._before:
+        if self.which is None and self._before:
             self.close()
             self._readers = self._find()
         reports: list[WorldReport] = []
         seen: dict[str, _Look] = {}
         for reader in self._readers:
             view = reader.read()
-            if view is not None and (self._which is not None or _lives(view)):
+            if view is not None and (self.which is not None or _lives(view)):
                 unknown = [r for r, one in view.states.items() if one.state == "unknown"]
                 if unknown and view.pids:
                     started = processes.find_started(view.pids.values(), unknown)
                     view = view._replace(pids={**view.pids, **started})
-                if self._all_hosts and view.store:
+                if self.all_hosts and view.store:
                     view = self._add_other_hosts(reader.path, view)
                 samples = {rank: processes.sample(pid) for rank, pid in view.pids.items()}
                 look = seen[reader.path] = _Look(view, time.monotonic(), samples)
@@ -167,7 +166,7 @@ class Observation:
         except ImportError as error:
             what = f"running worlds cannot be read here: {error}"
             raise BackendUnavailable(f"{what}. They can on Linux and macOS") from error
-        which, settings = self._which, get_settings()
+        which, settings = self.which, get_settings()
         if which is None:
             readers, self.refused = find_worlds(settings)
             return readers
@@ -198,7 +197,7 @@ class Observation:
         seen = {*view.pids, *view.others}
         idle: set[int] = set()  # visible ranks that others wait for: stopped, or outside of a wait
         for wait in waits.values():
-            if wait.seconds >= min(NOTABLE, self._stuck_after):
+            if wait.seconds >= min(NOTABLE, self.stuck_after):
                 for rank in wait.missing or wait.board.members:
                     stopped = rank in view.pids and now.samples[rank].state in "Tt"
                     if stopped or (wait.missing and rank in seen and rank not in waits):
@@ -226,7 +225,7 @@ class Observation:
             view.backend,
             view.world_size,
             rows,
-            judge(view, waits, doing, self._stuck_after),
+            judge(view, waits, doing, self.stuck_after),
             path,
             None if barrier is None else str(barrier),
             processes.count_restarts(view.pids.values()),
@@ -257,7 +256,7 @@ class Observation:
         waited = now.at - begin
         duration = f"for {waited:.1f} s or longer, and have made no call of this library"
         text = f"all ranks here have been in collectives of torch {duration}: compare their lines"
-        verdict = Verdict("torch", [], text, waited, waited >= self._stuck_after)
+        verdict = Verdict("torch", [], text, waited, waited >= self.stuck_after)
         rows = [
             row._replace(doing=f"in {lines[running[row.rank]]}") if row.rank in running else row
             for row in report.ranks
