@@ -14,13 +14,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import syncprims
-from syncprims import CheckpointError, current, get_rank, get_world_size, is_main
+from syncprims import CheckpointError, current, get_rank, get_world_size, is_main, training
 from syncprims._world.world import get_own_group
-from syncprims.training import Accumulator, checkpoints, unwrap_model
-from syncprims.training.checkpoints import Saving, Stateful, filesystem
+from syncprims.training import Accumulator, Saving, Stateful, unwrap_model
+from syncprims.training.checkpoints import filesystem
 from syncprims.training.checkpoints.coordination import coordinate, directory_path, meet
-from syncprims.training.checkpoints.stateful import check_objects, state_of
-from syncprims.training.checkpoints.states import MANIFEST, read_manifest
+from syncprims.training.checkpoints.save_model import save_object
+from syncprims.training.checkpoints.stateful import check_objects, is_dtensor, state_of
+from syncprims.training.checkpoints.states import MANIFEST, agreed_steps, read_manifest
 from syncprims.training.optimizer import delegated
 from syncprims.training.preparation import Preparation
 
@@ -49,7 +50,7 @@ def load_checkpoint_in_model(
     :raises TypeError: for a feature that is not offered, such as offloading, with an alternative.
     """
     check_unsupported("load_checkpoint_in_model", {"offload_folder": offload_folder, **others})
-    checkpoints.load_checkpoint_in_model(
+    training.load_checkpoint_in_model(
         model, checkpoint, device_map, dtype, strict=strict, allow_links=allow_links
     )
 
@@ -112,7 +113,7 @@ class Checkpointing:
         if not is_main():
             return
         if not hasattr(f, "write"):
-            checkpoints.save_object(obj, f, safe=safe_serialization)
+            save_object(obj, f, safe=safe_serialization)
         elif safe_serialization:
             from safetensors.torch import save as to_bytes
 
@@ -232,10 +233,10 @@ class Checkpointing:
         arguments = (model, save_directory, max_shard_size, safe_serialization)
         if _is_spread(model):
             with _for_all_ranks("save_model()"):
-                checkpoints.save_model(*arguments)
+                training.save_model(*arguments)
         elif is_main():
             with get_own_group(current()):
-                checkpoints.save_model(*arguments)
+                training.save_model(*arguments)
 
     @property
     def should_save_model(self) -> bool:
@@ -275,7 +276,7 @@ class Checkpointing:
         if output_dir is None:
             steps = self._checkpoints()
             with _for_all_ranks("save_state() without a directory"):
-                there = checkpoints.agreed_steps(steps, f"save_state to {steps.directory}")
+                there = agreed_steps(steps, f"save_state to {steps.directory}")
                 number = self._next_number(there)
                 common = self._objects_to_save(steps.path(number))
                 saving = steps.save(number, common, block=block)
@@ -285,14 +286,14 @@ class Checkpointing:
         if any(map(_is_spread, self._models_inside())):
             with _for_all_ranks("save_state()"):
                 common = self._objects_to_save(path)
-                return checkpoints.save_state(path, common, block=block)
+                return training.save_state(path, common, block=block)
         # The same number on all ranks where they save the same state.
         mark = sum(o.steps_taken + o.steps_skipped for o in self.accumulator.optimizers)
         saving = _save_alone(path, lambda: self._objects_to_save(path), mark, block=block)
         if not safe_serialization and is_main():
             for i, model in enumerate(self._models_inside()):
                 name = f"pytorch_model_{i}.bin" if i else "pytorch_model.bin"
-                checkpoints.save_object(model.state_dict(), f"{path}/{name}", safe=False)
+                save_object(model.state_dict(), f"{path}/{name}", safe=False)
         return saving
 
     def load_state(
@@ -327,14 +328,14 @@ class Checkpointing:
 
     def _load_latest(self, strict: bool) -> None:
         steps = self._checkpoints()
-        there = checkpoints.agreed_steps(steps, f"load_state from {steps.directory}")
+        there = agreed_steps(steps, f"load_state from {steps.directory}")
         step = there[-1] if there else None
         steps.load({} if step is None else self._objects_to_load(steps.path(step), strict), step)
 
-    def _checkpoints(self) -> checkpoints.Checkpoints:
+    def _checkpoints(self) -> training.Checkpoints:
         if self.project_dir is None:
             raise ValueError("name a directory, or make the Accelerator with project_dir=")
-        return checkpoints.Checkpoints(
+        return training.Checkpoints(
             Path(self.project_dir) / "checkpoints",
             prefix="checkpoint_",
             keep_last=self.project_configuration.total_limit,
@@ -349,7 +350,7 @@ def _add(hooks: OrderedDict[int, Any], hook: Callable[..., object]) -> Removable
 
 def _is_spread(model: nn.Module) -> bool:
     """Return whether a model is spread over ranks, so that no rank can save it alone."""
-    return any(map(checkpoints.is_dtensor, model.parameters()))
+    return any(map(is_dtensor, model.parameters()))
 
 
 @contextlib.contextmanager
@@ -386,8 +387,8 @@ def _save_alone(
     with get_own_group(current()):
         common = objects()
         if not is_main():
-            return checkpoints.save_state(_part(path, get_rank()), {}, step=mark, block=block)
-        return checkpoints.save_state(path, common, step=mark, block=block)
+            return training.save_state(_part(path, get_rank()), {}, step=mark, block=block)
+        return training.save_state(path, common, step=mark, block=block)
 
 
 def _load_alone(path: str, objects: Callable[[], Mapping[str, Stateful]]) -> None:
@@ -411,20 +412,20 @@ def _load_alone(path: str, objects: Callable[[], Mapping[str, Stateful]]) -> Non
 
     (count, mark), _ = coordinate(doing, saved)
     if count > 1 or get_world_size() == 1:
-        checkpoints.load_state(path, objects(), any_world_size=True)
+        training.load_state(path, objects(), any_world_size=True)
         if count != get_world_size():
             _warn(path, list(range(get_world_size())), f"it was saved by {count} ranks")
         return
 
     def read() -> bool:
         with get_own_group(current()):
-            checkpoints.load_state(path, objects(), rng=is_main())
+            training.load_state(path, objects(), rng=is_main())
             if is_main():
                 return True
             part = _part(path, get_rank())
             if not filesystem.exists(f"{part}/{MANIFEST}") or read_manifest(part).step != mark:
                 return False
-            checkpoints.load_state(part, {})
+            training.load_state(part, {})
             return True
 
     _, complete = coordinate(doing, read)

@@ -20,8 +20,8 @@ import syncprims
 from syncprims.training import PreparedLoader, unwrap_model
 from syncprims.training import gathering as _gathering
 from syncprims.training import set_seed as set_seed
-from syncprims.training.checkpoints import save_object
 from syncprims.training.checkpoints.save_model import FIRST_FILES as _FIRST_FILES
+from syncprims.training.checkpoints.save_model import save_object
 from syncprims.training.gathering import broadcast as broadcast
 from syncprims.training.gathering import pad_across_processes as pad_across_processes
 from syncprims.training.pytree import as_mapping_type, batch_length

@@ -30,6 +30,7 @@ from typing import Any
 from syncprims.errors import SyncError, format_ranks, install
 from syncprims.who.observation import Observation, RankReport, WorldReport, explain_refused, who
 from syncprims.who.processes import find_py_spy
+from syncprims.who.verdict import Verdict
 
 from .console import CommandParser, Style, table
 from .options import SECONDS
@@ -79,12 +80,14 @@ def run(options: argparse.Namespace) -> int:
         observation.look()
         time.sleep(max(observation.pause, min(_PAUSE, pause)))
         while (reports := observation.look()) or not watched:
-            if not watched and any(map(_may_get_stuck, reports)):
+            verdicts = [report.verdict for report in reports]
+            if not watched and any(one.kind == "torch" and not one.stuck for one in verdicts):
                 time.sleep(_PAUSE)  # nothing says since when: so it is watched
                 continue
-            code = _code(reports)
-            lines = _json(reports) if options.json else _text(reports, observation.refused, style)
-            text = "\n".join(lines)
+            code = _code(verdicts)
+            text = "\n".join(_text(reports, observation.refused, style))
+            if options.json:
+                text = "\n".join(json.dumps(as_dict(report)) for report in reports)
             if watched and not options.json:  # on a terminal in place of the text before
                 text = "\033[H\033[2J" + text if style.is_terminal else text + "\n"
             if text:
@@ -103,19 +106,10 @@ def describe_run(which: str) -> list[str]:
         return [f"syncprims who: {error}"]
 
 
-def _may_get_stuck(report: WorldReport) -> bool:
-    return report.verdict.kind == "torch" and not report.verdict.stuck
-
-
-def _code(reports: Sequence[WorldReport]) -> int:
-    if any(report.verdict.stuck for report in reports):
+def _code(verdicts: Sequence[Verdict]) -> int:
+    if any(verdict.stuck for verdict in verdicts):
         return 3
-    unreadable = [report.verdict.kind == "unreadable" for report in reports]
-    return 2 if unreadable and all(unreadable) else 0
-
-
-def _json(reports: Sequence[WorldReport]) -> list[str]:
-    return [json.dumps(as_dict(report)) for report in reports]
+    return 2 if {verdict.kind for verdict in verdicts} == {"unreadable"} else 0
 
 
 def as_dict(report: WorldReport) -> dict[str, Any]:

@@ -15,17 +15,12 @@ if find_spec("torch") is None:
 
 
 from .accumulation import Accumulator
-from .checkpoints import (
-    Checkpoints,
-    Loaded,
-    Saving,
-    Stateful,
-    load_checkpoint_in_model,
-    load_state,
-    save_model,
-    save_state,
-)
-from .data import PreparedLoader, prepare_data_loader, skip_first_batches
+from .checkpoints.async_save import Saving
+from .checkpoints.load_model import load_checkpoint_in_model
+from .checkpoints.save_model import save_model
+from .checkpoints.stateful import Stateful
+from .checkpoints.states import Checkpoints, Loaded, load_state, save_state
+from .data.loader import PreparedLoader, prepare_data_loader, skip_first_batches
 from .gathering import gather, pad_across_processes
 from .gradient_sync import average_gradients, broadcast_buffers, broadcast_model
 from .optimizer import PreparedOptimizer, PreparedScheduler

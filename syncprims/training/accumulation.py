@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from syncprims import all_gather, all_reduce, get_world_size
 
-from .data import Cursor, OpenLoaders
+from .data.loader import Cursor, OpenLoaders
 from .gradient_sync import (
     BackwardWatch,
     average_gradients,

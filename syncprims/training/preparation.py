@@ -22,7 +22,7 @@ from syncprims._data.arrays import own_device
 from syncprims._world.world import has_torch_engine
 
 from .accumulation import Accumulator
-from .data import PreparedLoader, prepare_data_loader
+from .data.loader import PreparedLoader, prepare_data_loader
 from .gradient_sync import averages_gradients_itself, broadcast_model, has_process_group
 from .optimizer import PreparedOptimizer, PreparedScheduler
 from .precision import remove_autocast

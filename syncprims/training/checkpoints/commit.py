@@ -115,7 +115,7 @@ class Place(NamedTuple):
     def remove(self) -> None:
         """Remove the directory if it is new and still has its temporary name."""
         if self.is_new:
-            filesystem.remove_directory_or_log(self.folder)
+            filesystem.remove_or_log(self.folder, filesystem.remove_directory)
 
 
 def remove_unlocked(folder: str, away: str | None = None) -> None:
@@ -128,7 +128,7 @@ def remove_unlocked(folder: str, away: str | None = None) -> None:
         try:
             if away is not None:
                 filesystem.rename(folder, away)
-            filesystem.remove_directory_or_log(away or folder)
+            filesystem.remove_or_log(away or folder, filesystem.remove_directory)
         finally:
             lock.release()
 

@@ -368,11 +368,6 @@ def remove_or_log(path: str, remover: Callable[[str], object] = remove) -> None:
         LOG.warning("could not remove %s (%s): it is no longer needed, remove it", path, error)
 
 
-def remove_directory_or_log(path: str) -> None:
-    """Remove a directory that is no longer needed; log a failure."""
-    remove_or_log(path, remove_directory)
-
-
 def remove_each_or_log(directory: str, is_unneeded: Callable[[str], bool]) -> None:
     """Remove the files in a directory whose names are those of unneeded ones; log a failure."""
     try:
