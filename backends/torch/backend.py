@@ -23,15 +23,7 @@ import torch.distributed
 
 from syncprims import errors
 from syncprims.errors import BackendUnavailable, ConfigurationError
-from syncprims.interface import (
-    UNKNOWN,
-    Backend,
-    Board,
-    Settings,
-    State,
-    Topology,
-    own_device_index,
-)
+from syncprims.interface import UNKNOWN, Backend, Board, Settings, State, Topology, own_device_index
 
 from ..file.backend import FileBackend, lives_here
 from ..file.description import RankDescription, WorldDescription

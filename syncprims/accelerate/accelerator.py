@@ -21,15 +21,10 @@ from syncprims.training import Accumulator, gathering
 from syncprims.training import PreparedOptimizer as AcceleratedOptimizer
 from syncprims.training import PreparedScheduler as AcceleratedScheduler
 from syncprims.training.optimizer import delegated
-from syncprims.training.preparation import JobOptions, Preparation
+from syncprims.training.preparation import Preparation
 
-from .configuration import (
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
-    check_fixed,
-    check_unsupported,
-    named_handlers,
-)
+from . import configuration
+from .configuration import DataLoaderConfiguration, GradientAccumulationPlugin
 from .data_loader import loader_options, skip_first_batches
 from .saving import Checkpointing
 from .state import GradientState, RankCalls, state_of_job
@@ -102,7 +97,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         kwargs_handlers: Any = None,
         **others: Any,
     ) -> None:
-        check_unsupported("Accelerator", others)
+        configuration.check_unsupported("Accelerator", others)
         if split_batches:  # as there, where only the configuration object has it since 1.15
             text = "split_batches is ignored; pass DataLoaderConfiguration(split_batches=True)"
             warnings.warn(f"Accelerator({split_batches=}): {text}", stacklevel=2)
@@ -114,7 +109,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         if plugin is not None and steps not in (1, window.num_steps or steps):
             what = f"gradient_accumulation_steps={steps}, and the plugin says {window.num_steps}"
             raise ValueError(f"{what}; pass one")
-        vars(self).update(named_handlers(kwargs_handlers))
+        vars(self).update(configuration.named_handlers(kwargs_handlers))
         if self.init_handler is not None and self.init_handler.timeout is not None:
             set_world_timeout(syncprims.current(), self.init_handler.timeout.total_seconds())
         cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
@@ -132,13 +127,14 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         follows, whole = step_scheduler_with_optimizer, data.split_batches
         advance = syncprims.get_world_size() if follows and not whole else 1
-        options = JobOptions(
+        self.preparation = Preparation(
+            self.accumulator,
+            device,
             device_placement=device_placement,
-            schedule={"advance": advance, "follow": follows, "to_end": not whole},
-            autocast=_options(self.autocast_handler),
-            ddp=_options(self.ddp_handler),
+            schedule_options={"advance": advance, "follow": follows, "to_end": not whole},
+            autocast_options=_options(self.autocast_handler),
+            ddp_options=_options(self.ddp_handler),
         )
-        self.preparation = Preparation(self.accumulator, device, options)
         self.dataloader_config = data
         self._trigger = _Trigger("accelerator")
         self._start_saving(project_dir, project_config)
@@ -196,9 +192,9 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         """
         asked = device_placement if isinstance(device_placement, list) else [device_placement]
         for value in asked:
-            instead = "Accelerator(device_placement=False), and move what is to be moved"
+            instead = "make an Accelerator(device_placement=False), and move objects yourself"
             call = "prepare(device_placement=) that differs from the job's"
-            check_fixed(self.device_placement, value, call, instead)
+            configuration.check_fixed(self.device_placement, value, call, instead)
         prepared = self.preparation.all(objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -229,7 +225,8 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     ) -> T:
         """Return `data_loader` prepared. Collective. See :meth:`prepare`."""
         call = "prepare_data_loader(slice_fn_for_dispatch=)"
-        check_fixed(None, slice_fn_for_dispatch, call, "a collate_fn that makes lists of tensors")
+        instead = "use a collate_fn that makes lists of tensors"
+        configuration.check_fixed(None, slice_fn_for_dispatch, call, instead)
         return self.prepare(data_loader, device_placement=device_placement)
 
     accumulate = _of_accumulator(Accumulator.accumulate)
@@ -299,9 +296,9 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     @dataloader_config.setter
     def dataloader_config(self, data: Any) -> None:
         self._data = data
-        self.preparation.options.loader = functools.partial(loader_options, data)
+        self.preparation.loader_options = functools.partial(loader_options, data)
 
-    device_placement = delegated("preparation.options.device_placement", settable=True)
+    device_placement = delegated("preparation.device_placement", settable=True)
     even_batches = delegated("_data.even_batches", settable=True)
     split_batches = delegated("_data.split_batches")
     dispatch_batches = delegated("_data.dispatch_batches")

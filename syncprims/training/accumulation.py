@@ -438,7 +438,7 @@ class AccumulationWindow:
         fresh = loaders.since(self._serial)
         if not fresh:
             # A batch is cut into pieces: only counting, or flush(), shows which one is the last.
-            self._chunked = self._chunked or loaders.is_open(self._driver)
+            self._chunked = self._chunked or self._driver in loaders.open
             return False
         self._serial = loaders.serial
         same = [c for c in fresh if self._driver is not None and c.loader is self._driver.loader]

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar, TypeVarTuple, overload
 
 import torch
@@ -60,17 +60,6 @@ def rank_device(*, cpu: bool = False) -> torch.device:
     return device
 
 
-@dataclass(kw_only=True)
-class JobOptions:
-    """Options for everything that one job prepares: beside the first, those of the functions."""
-
-    device_placement: bool = True  #: models and batches are moved to the device
-    loader: Callable[[], dict[str, Any]] = dict  #: returns those of :func:`prepare_data_loader`
-    schedule: dict[str, Any] = field(default_factory=dict)  #: of :class:`PreparedScheduler`
-    autocast: dict[str, Any] = field(default_factory=dict)  #: of :meth:`Precision.apply`
-    ddp: dict[str, Any] = field(default_factory=dict)
-
-
 class _NoSync:
     """The method ``no_sync()`` of a prepared model, as DDP has it. In a copy it does nothing."""
 
@@ -85,14 +74,22 @@ class _NoSync:
         return functools.partial, (contextlib.nullcontext,)
 
 
+@dataclass
 class Preparation:
     """Prepares the objects of one job: for one device, one accumulator, with the same options."""
 
-    def __init__(self, accumulator: Accumulator, device: torch.device, options: JobOptions) -> None:
-        self.accumulator = accumulator
-        self.device = device
-        self.options = options
-        self.loaders: list[PreparedLoader[Any]] = []
+    accumulator: Accumulator
+    device: torch.device
+    _: KW_ONLY
+    device_placement: bool = True  #: models and batches are moved to the device
+    #: Returns options of :func:`prepare_data_loader`.
+    loader_options: Callable[[], dict[str, Any]] = dict
+    schedule_options: dict[str, Any] = field(default_factory=dict)  #: of :class:`PreparedScheduler`
+    autocast_options: dict[str, Any] = field(default_factory=dict)  #: of :meth:`Precision.apply`
+    ddp_options: dict[str, Any] = field(default_factory=dict)
+    loaders: list[PreparedLoader[Any]] = field(default_factory=list[PreparedLoader[Any]])
+
+    def __post_init__(self) -> None:
         # With a group of Gloo or NCCL models are wrapped in DDP, which averages gradients while
         # they are computed. One of ours would be slower than the average at the step.
         if has_torch_engine(current()):
@@ -110,18 +107,18 @@ class Preparation:
             return model
         wrapped = averages_gradients_itself(model)
         is_spread = getattr(model, "hf_device_map", None) is not None  # over several devices
-        if self.options.device_placement and not wrapped and not is_spread:
+        if self.device_placement and not wrapped and not is_spread:
             model.to(self.device)
         if not wrapped:
             broadcast_model(model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        self.accumulator.precision.apply(inner, **self.options.autocast)
+        self.accumulator.precision.apply(inner, **self.autocast_options)
         trained = wrap and any(p.requires_grad for p in model.parameters())
         grouped = has_process_group() and distributed.get_world_size() == get_world_size() > 1
         if trained and not wrapped and grouped:
             # The window broadcasts buffers after each step: then ranks agree when they evaluate,
             # and a model may run twice before its backward pass.
-            options: dict[str, Any] = {_BUFFERS: False, **self.options.ddp}
+            options: dict[str, Any] = {_BUFFERS: False, **self.ddp_options}
             if self.device.type == "cuda":
                 options.setdefault("device_ids", [self.device.index])
             model = DistributedDataParallel(model, **options)
@@ -135,9 +132,9 @@ class Preparation:
         """Return a loader of this rank's batches. Collective."""
         prepared = prepare_data_loader(
             loader,
-            device=self.device if self.options.device_placement else None,
+            device=self.device if self.device_placement else None,
             loaders=self.accumulator.loaders,
-            **self.options.loader(),
+            **self.loader_options(),
         )
         if prepared not in self.loaders:
             self.loaders.append(prepared)
@@ -161,7 +158,7 @@ class Preparation:
         optimizers, schedules = self.accumulator.optimizers, self.accumulator.schedules
         prepared = scheduler
         if not isinstance(prepared, PreparedScheduler):
-            prepared = PreparedScheduler(scheduler, optimizers, **self.options.schedule)
+            prepared = PreparedScheduler(scheduler, optimizers, **self.schedule_options)
         if prepared not in schedules:
             schedules.append(prepared)
         return prepared
@@ -201,8 +198,13 @@ def prepare(  # type: ignore[misc]
     options for DDP, where models are wrapped in it, and `options` are those of
     :func:`prepare_data_loader`.
     """
-    chosen = JobOptions(device_placement=device_placement, loader=lambda: options, ddp=ddp or {})
-    preparation = Preparation(accumulator, device or rank_device(), chosen)
+    preparation = Preparation(
+        accumulator,
+        device or rank_device(),
+        device_placement=device_placement,
+        loader_options=lambda: options,
+        ddp_options=ddp or {},
+    )
     made = preparation.all(objects)
     return made[0] if len(made) == 1 else made
 

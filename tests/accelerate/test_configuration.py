@@ -85,10 +85,10 @@ def test_configuration_objects_are_understood(tmp_path: Path) -> None:
     assert job.scaler is not None
     assert [
         (job.split_batches, job.dispatch_batches, job.even_batches),
-        job.preparation.options.loader()["seed"],
+        job.preparation.loader_options()["seed"],
         job.gradient_accumulation_steps,
         job.scaler.get_scale(),
-        job.preparation.options.ddp,
+        job.preparation.ddp_options,
         [path.name for path in (tmp_path / "checkpoints").iterdir()],
         (job.logging_dir, job.project_dir, job.distributed_type),
     ] == [

@@ -57,9 +57,7 @@ def meet(doing: str, path: str = "") -> list[int]:
 
 
 def coordinate(
-    doing: str,
-    part: Callable[[], T],
-    summarize: Callable[[T], Any] = lambda result: result,
+    doing: str, part: Callable[[], T], summarize: Callable[[T], Any] = lambda result: result
 ) -> tuple[T, list[Any]]:
     """Run ``part()`` on every rank; return its result, and the ranks' summaries in rank order.
 

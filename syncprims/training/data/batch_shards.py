@@ -305,12 +305,7 @@ def _recut(batches: Iterator[Any], kind: Kind, size: int, drop_last: bool) -> It
 
 
 def _cut(
-    kind: Kind,
-    batches: list[Any],
-    count: int,
-    part: int,
-    more: list[Any],
-    ranks: int,
+    kind: Kind, batches: list[Any], count: int, part: int, more: list[Any], ranks: int
 ) -> tuple[list[Any], int | None]:
     """Return parts of `part` items of `count`, and `count` if the items of `more` pad the last."""
     part = max(1, part)

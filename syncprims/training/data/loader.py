@@ -47,16 +47,12 @@ class OpenLoaders:
 
     def __init__(self) -> None:
         self.serial = 0  #: the number of batches yielded so far
-        self._open: list[Cursor] = []
-
-    def enter(self, cursor: Cursor) -> None:
-        """Record that an iteration begins."""
-        self._open.append(cursor)
+        self.open: list[Cursor] = []
 
     def leave(self, cursor: Cursor) -> None:
         """Record that an iteration is over, by exhaustion, ``break`` or an exception."""
-        if cursor in self._open:
-            self._open.remove(cursor)
+        if cursor in self.open:
+            self.open.remove(cursor)
 
     def advance(self, cursor: Cursor) -> None:
         """Record that `cursor` yields a batch, so that the loops inside of its own are over.
@@ -65,24 +61,20 @@ class OpenLoaders:
         beside them.
         """
         self.serial = cursor.serial = self.serial + 1
-        if cursor not in self._open:
-            cursor.beside = tuple(self._open)
-            self._open.append(cursor)
-        elif cursor is not self._open[-1]:
-            del self._open[self._open.index(cursor) + 1 :]
+        if cursor not in self.open:
+            cursor.beside = tuple(self.open)
+            self.open.append(cursor)
+        elif cursor is not self.open[-1]:
+            del self.open[self.open.index(cursor) + 1 :]
 
     @property
     def innermost(self) -> Cursor | None:
         """The iteration that the current code is in."""
-        return self._open[-1] if self._open else None
+        return self.open[-1] if self.open else None
 
     def since(self, serial: int) -> list[Cursor]:
         """Return the iterations with a batch newer than `serial`, outermost first."""
-        return [cursor for cursor in self._open if cursor.serial > serial]
-
-    def is_open(self, cursor: Cursor | None) -> bool:
-        """Return whether `cursor` is still being iterated."""
-        return cursor in self._open
+        return [cursor for cursor in self.open if cursor.serial > serial]
 
 
 class PreparedLoader(DataLoader[T]):
@@ -250,7 +242,7 @@ class PreparedLoader(DataLoader[T]):
         epoch, resumed = progress.epoch, progress.resume > 0
         progress.current = cursor = Cursor(self)
         finished = False
-        self._loaders.enter(cursor)
+        self._loaders.open.append(cursor)
         try:
             start = progress.begin()
             if resumed:
