@@ -90,7 +90,7 @@ class Checkpointing:
         #: the directories, the number of checkpoints that are kept, the next one's least number
         self.project_configuration: Any = project or ProjectConfiguration(project_dir)
         of_nodes, call = self.project_configuration.save_on_each_node, "save_on_each_node=True"
-        check_fixed(False, of_nodes, call, "one directory that all ranks see, as every save needs")
+        check_fixed(False, of_nodes, call, "save to one directory that all ranks see")
         if self.project_dir is None and project_dir is not None:
             self.project_configuration.set_directories(project_dir)
         self._registered: dict[str, Any] = {}

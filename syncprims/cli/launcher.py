@@ -53,6 +53,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ANSWERED = (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 #: Errors of a process that cannot be started since there are too many, of processes or of files.
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+_LONGEST_LINE = 400  # characters of a cause in a line
 _TAIL = 30  # lines of a failed rank's stderr to show again
 
 
@@ -185,15 +186,30 @@ class _RankProcess:
             os.killpg(self.process.pid, signum)
 
     @functools.cached_property
-    def ended(self) -> EndedRank:
-        """How it ended, with what it has reported."""
+    def failure(self) -> Failure | None:
+        """What the ended rank has reported, if anything."""
         try:
-            failures = errors.load(self._report.read_bytes()).failures
+            return next(iter(errors.load(self._report.read_bytes()).failures.values()), None)
         except (OSError, ValueError):
-            failures = {}
-        return EndedRank(
-            self.rank, self.status or 0, next(iter(failures.values()), None), list(self.tail)
-        )
+            return None
+
+    @property
+    def follows(self) -> bool:
+        """Whether it failed only because another rank had failed, or all together."""
+        return self.failure is not None and self.failure.consequence
+
+    @property
+    def kind(self) -> str:
+        """The class of its error."""
+        return "" if self.failure is None else self.failure.type.removeprefix("syncprims.")
+
+    @property
+    def how(self) -> str:
+        """How its process ended, and with which error."""
+        text = f"({errors.describe_exit(self.status)})"
+        if self.failure is not None:
+            text += f": {self.failure.headline.removeprefix('syncprims.')}"
+        return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
 
 
 def _prepare(parent: int) -> None:
@@ -412,7 +428,7 @@ class _Launcher:
                     self._replace_at.append((time.monotonic() + again[0], rank.rank))
                     text = f"replacement {again[1]}"
                 ranks = f"{len(left)} rank{'s' * (len(left) > 1)}"
-                what = f"lost rank {rank.rank} {rank.ended.how}; {ranks} left, {text}"
+                what = f"lost rank {rank.rank} {rank.how}; {ranks} left, {text}"
                 self._output.say(f"syncprims run: {what}")
 
     def _grant(self) -> tuple[float, str] | None:
@@ -442,7 +458,7 @@ class _Launcher:
     def _report(self) -> int:
         """Report which ranks failed, and why; return the exit code of the root cause."""
         stopped = [rank.rank for rank in self._ranks if rank.stopped]
-        lines, code = describe_failure([rank.ended for rank in self._failed], stopped)
+        lines, code = _describe_failure(self._failed, stopped)
         if self._logs is not None:
             lines.append(f"  all that the ranks have printed is in {self._logs}/rank-N.log")
         self._output.say(*lines)
@@ -451,37 +467,10 @@ class _Launcher:
 
 # -- the report: the ranks that followed in one line, the cause at the end -----------------------
 
-_LONGEST_LINE = 400  # characters of a cause in a line
 
-
-class EndedRank(NamedTuple):
-    """A rank that failed by itself."""
-
-    rank: int
-    status: int  #: as :func:`os.waitstatus_to_exitcode`
-    failure: Failure | None  #: what it has reported, if anything
-    tail: Sequence[str]  #: the last lines it wrote to stderr
-
-    @property
-    def follows(self) -> bool:
-        """Whether it failed only because another rank had failed, or all together."""
-        return self.failure is not None and self.failure.consequence
-
-    @property
-    def kind(self) -> str:
-        """The class of its error."""
-        return "" if self.failure is None else self.failure.type.removeprefix("syncprims.")
-
-    @property
-    def how(self) -> str:
-        """How its process ended, and with which error."""
-        text = f"({errors.describe_exit(self.status)})"
-        if self.failure is not None:
-            text += f": {self.failure.headline.removeprefix('syncprims.')}"
-        return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
-
-
-def describe_failure(failed: Sequence[EndedRank], stopped: Sequence[int]) -> tuple[list[str], int]:
+def _describe_failure(
+    failed: Sequence[_RankProcess], stopped: Sequence[int]
+) -> tuple[list[str], int]:
     """Return the lines about a run that failed, and its exit code.
 
     `failed` are the ranks that failed, in the order in which they ended; `stopped` were ended.
@@ -504,13 +493,14 @@ def describe_failure(failed: Sequence[EndedRank], stopped: Sequence[int]) -> tup
             ways[f"failed, too {end.how}"].append(end.rank)
     lines += [f"{_name(ranks)} {how}" for how, ranks in ways.items()]
     lines.append(f"syncprims run: {_name(end.rank for end in leaders)} {verb} {first.how}")
-    shown = first.tail
+    shown: Sequence[str] = first.tail
     if first.failure is not None:
         shown = first.failure.traceback.rstrip().splitlines()
         if not causes:
             shown = first.failure.message.rstrip().splitlines()[1:]
     lines += [f"  | {line}" for line in shown]
-    return lines, 128 - first.status if first.status < 0 else first.status
+    status = first.status or 0
+    return lines, 128 - status if status < 0 else status
 
 
 def _name(ranks: Iterable[int]) -> str:
