@@ -156,17 +156,10 @@ class TorchBackend(Backend):
         here = Topology(slot, count, slot, count, 0, 1, top.launcher, f"{placement.token}-{host}")
         self._local = FileBackend(here, settings, self._description(group.ranks or [top.rank]))
         try:
-            self._connection = HostConnection(
-                self._local.liveness,
-                self._local.file_slots,
-                placement,
-                host,
-                placement.host_of[0],
-                endpoint,
-                *links,
-                Heartbeat(placement.token, host, settings.heartbeat),
-                StoreProbe(endpoint, settings.heartbeat),
-            )
+            lives, probe = self._local.liveness, StoreProbe(endpoint, settings.heartbeat)
+            heartbeat = Heartbeat(placement.token, host, settings.heartbeat)
+            meeting = lives, self._local.file_slots, placement, host, placement.host_of[0]
+            self._connection = HostConnection(*meeting, endpoint, *links, heartbeat, probe)
             self.slots = hosts = HostSlots(
                 own, self._connection, roster, self._begin_epoch, elastic=settings.elastic
             )

@@ -50,16 +50,8 @@ class HostState:
         self._memory = memory.map_file(liveness.directory, f"{name}{OF_HOST}", MAGIC, count, size)
         #: Breaks the board for this host, which is cut off from the store, unless it already knows
         #: the decision about the round: so either all its ranks raise, or none does.
-        self.cut = Aborts(
-            self._memory,
-            intents_at,
-            texts_at,
-            count,
-            liveness.claims,
-            f"{name}-cut",
-            index,
-            self._is_decided,
-        )
+        places = self._memory, intents_at, texts_at, count
+        self.cut = Aborts(*places, liveness.claims, f"{name}-cut", index, self._is_decided)
 
     # -- decisions ------------------------------------------------------------------------------
 

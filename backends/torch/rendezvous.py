@@ -198,13 +198,9 @@ class Rendezvous:
         if lost:
             joined = self._ask(lambda store: [rank for rank in lost if self._has_come(store, rank)])
             rank = min(lost, key=lambda rank: (rank in joined, rank))  # first what is the cause
-            error = PeerLost.before_start(
-                rank,
-                ends[rank].how,
-                rank in joined,
-                waiting=self.top.rank,
-                call=self.settings.first_call or "init",
-            )
+            call = self.settings.first_call or "init"
+            facts = rank, ends[rank].how, rank in joined
+            error = PeerLost.before_start(*facts, waiting=self.top.rank, call=call)
             error.missing = lost
             verdict = _BROKEN + errors.dump(error)
             self._ask(lambda store: store.compare_set(f"{self._epoch}end", "", verdict))
@@ -215,17 +211,14 @@ class Rendezvous:
         call = self.settings.first_call or "init"
         arrived = [rank for rank in range(top.world_size) if rank not in missing]
         lines = "\n".join(f"  rank {rank} {why}" for rank, why in self._missing.items())
+        who = f"ranks {missing} did not come, ranks {arrived} did"
+        where = f"the store at {self.endpoint.address}, run id {top.run_id!r}"
         return SyncTimeout(
-            f"{call} timed out after {waited:.1f} s: ranks {missing} did not come, ranks {arrived} "
-            f"did\n{lines}\nThis rank waits at the store at {self.endpoint.address}, run id "
-            f"{top.run_id!r}: a rank that was started with others never meets it. See what keeps "
-            f"ranks {missing}. If they are only slow, allow more: SYNCPRIMS_JOIN_TIMEOUT.",
-            rank=top.rank,
-            call=call,
-            missing=missing,
-            arrived=arrived,
-            waited=waited,
-        )
+            f"{call} timed out after {waited:.1f} s: {who}\n{lines}\nThis rank waits at {where}: a "
+            f"rank that was started with others never meets it. See what keeps ranks {missing}. If "
+            f"they are only slow, allow more: SYNCPRIMS_JOIN_TIMEOUT.",
+            rank=top.rank, call=call, missing=missing, arrived=arrived, waited=waited,
+        )  # fmt: skip
 
     def _replaced(self) -> ConfigurationError:
         rank = self.top.rank
@@ -358,15 +351,11 @@ def _by_host(entries: dict[int, _Arrival]) -> list[HostGroup]:
     at: dict[str, list[int]] = {}
     for rank in sorted(entries):
         at.setdefault(entries[rank].place, []).append(rank)
-    return [
-        HostGroup(
-            entries[ranks[0]].host,
-            ranks,
-            min(entries[r].devices for r in ranks) >= len(ranks),
-            place,
-        )
-        for place, ranks in at.items()
-    ]
+    groups: list[HostGroup] = []
+    for place, ranks in at.items():
+        devices = min(entries[rank].devices for rank in ranks) >= len(ranks)
+        groups.append(HostGroup(entries[ranks[0]].host, ranks, devices, place))
+    return groups
 
 
 def describe_here(settings: Settings) -> tuple[str, str, int]:

@@ -178,8 +178,7 @@ class Options:
     cpu: bool = _option(switch, DEVICES, "hide all CUDA devices from the ranks")
     threads: int | None = _option(number(int, 1, "a number of threads"), DEVICES,
         "threads of the math libraries in each rank (default: $OMP_NUM_THREADS, else the "
-        "processors divided by the ranks)",
-        "N")
+        "processors divided by the ranks)", "N")
     mixed_precision: str | None = _option(one_of("no", "bf16", "fp16"), SCRIPT_ENVIRONMENT,
         "what syncprims.training computes in: no, bf16 or fp16 ($SYNCPRIMS_MIXED_PRECISION)",
         "MODE")
@@ -239,19 +238,13 @@ def add_options(parser: CommandParser) -> None:
             continue
         if option.section not in groups:
             groups[option.section] = parser.add_argument_group(option.section)
-        about: dict[str, Any] = {"action": "store_true"}
+        about: dict[str, Any] = {"dest": key, "default": argparse.SUPPRESS, "action": "store_true"}
         if option.metavar is not None:
-            about = {"metavar": option.metavar, "type": option.read}
+            about |= {"action": "store", "metavar": option.metavar, "type": option.read}
+        about["help"] = option.help.replace("%", "%%")
         names = [*option.short, flag_of(key)]
         underscored = [f"--{key}"] if "_" in key else []
-        action = groups[option.section].add_argument(
-            *names,
-            *underscored,
-            dest=key,
-            default=argparse.SUPPRESS,
-            help=option.help.replace("%", "%%"),
-            **about,
-        )
+        action = groups[option.section].add_argument(*names, *underscored, **about)
         action.option_strings = names  # the help shows our spelling only
     parser.add_argument(
         "line",

@@ -51,10 +51,7 @@ def add_arguments(parser: CommandParser) -> None:
     """Add the arguments of the command."""
     add_world(parser)
     parser.add_argument(
-        "--watch",
-        type=SECONDS,
-        metavar="SECONDS",
-        help="look again, with this pause, until it ends",
+        "--watch", type=SECONDS, metavar="SECONDS", help="look again and again, with this pause"
     )
     parser.add_argument(
         "--all-hosts", action="store_true", help="also the ranks of other hosts, from the store"

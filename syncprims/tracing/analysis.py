@@ -256,17 +256,12 @@ def _late_arrivals(run: TraceRun, groups: list[GroupRounds]) -> list[LateArrival
                 times, sums, longest = totals.get(key, (0, np.zeros(run.world_size), 0.0))
                 sums[list(rounds.members)] += rounds.waited[at].sum(axis=0)
                 totals[key] = times + len(at), sums, max(longest, float(rounds.waited[at].max()))
-    return [
-        LateArrivals(
-            late,
-            run.calls[call],
-            times,
-            float(sums.sum()) / 1e9,
-            longest / 1e9,
-            [int(rank) for rank in np.argsort(-sums, kind="stable") if sums[rank] > 0],
-        )
-        for (late, call), (times, sums, longest) in totals.items()
-    ]
+    rows: list[LateArrivals] = []
+    for (late, number), (times, sums, longest) in totals.items():
+        waiting = [int(rank) for rank in np.argsort(-sums, kind="stable") if sums[rank] > 0]
+        waited = float(sums.sum()) / 1e9
+        rows.append(LateArrivals(late, run.calls[number], times, waited, longest / 1e9, waiting))
+    return rows
 
 
 def _summary(run: TraceRun, rank: RankTrace, groups: list[GroupRounds]) -> RankSummary:

@@ -220,17 +220,11 @@ class Observation:
         doing |= {rank: f"is {what}" for rank, what in doing.items() if rank in view.others}
         barrier = view.boards[0].last_barrier if view.boards else None
         waited = max((wait.seconds for wait in waits.values()), default=None)
-        return WorldReport(
-            view.run_id,
-            view.backend,
-            view.world_size,
-            rows,
-            judge(view, waits, doing, self.stuck_after),
-            path,
-            None if barrier is None else str(barrier),
-            processes.count_restarts(view.pids.values()),
-            0.0 if _rounds(now) != _rounds(before) else waited and round(waited, 3),
-        )
+        last_barrier = None if barrier is None else str(barrier)
+        restarts = processes.count_restarts(view.pids.values())
+        idle_s = 0.0 if _rounds(now) != _rounds(before) else waited and round(waited, 3)
+        verdict = judge(view, waits, doing, self.stuck_after)
+        return WorldReport(*view[:3], rows, verdict, path, last_barrier, restarts, idle_s)
 
     def _look_into_torch(self, report: WorldReport, before: _Look, now: _Look) -> WorldReport:
         """Return the report of a world whose ranks move, or stand in collectives of torch.
@@ -350,21 +344,11 @@ def _report_rank(
         number -= own_rounds(view, board)
         behind = max(one.rounds for one in board.statuses.values()) - status.rounds
         group = list(board.members) if len(board.members) < view.world_size else None
-    return RankReport(
-        rank,
-        pid,
-        state,
-        None if label is None else label.kind,
-        None if label is None else label.name,
-        None if label is None else label.site,
-        group,
-        max(0, number),
-        sum(one.statuses[rank].rounds for one in view.boards if rank in one.statuses),
-        None if wait is None else round(wait.seconds, 3),
-        max(0, behind),
-        used,
-        doing,
-    )
+    call, name, site = (None,) * 3 if label is None else (label.kind, label.name, label.site)
+    rounds = sum(one.statuses[rank].rounds for one in view.boards if rank in one.statuses)
+    waiting_s = None if wait is None else round(wait.seconds, 3)
+    counts = max(0, number), rounds, waiting_s, max(0, behind)
+    return RankReport(rank, pid, state, call, name, site, group, *counts, used, doing)
 
 
 def _latest_board(rank: int, before: WorldView, now: WorldView) -> BoardView | None:

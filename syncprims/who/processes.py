@@ -68,14 +68,8 @@ def sample(pid: int) -> ProcessSample:
         seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return ProcessSample()
-    channel = _read(f"/proc/{pid}/wchan")
-    return ProcessSample(
-        fields[0].decode(),
-        seconds,
-        time.monotonic(),
-        _system_call(pid),
-        "" if channel == "0" else channel,
-    )
+    channel = _read(f"/proc/{pid}/wchan").removeprefix("0")  # it waits in none
+    return ProcessSample(fields[0].decode(), seconds, time.monotonic(), _system_call(pid), channel)
 
 
 def find_started(joined: Iterable[int], ranks: Iterable[int]) -> dict[int, int]:

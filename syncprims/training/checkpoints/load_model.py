@@ -84,19 +84,15 @@ def load_checkpoint_in_model(
                 # Only torch can distinguish renamed or converted tensors from missing ones.
                 inner.load_state_dict(read, strict=strict)
             except (CheckpointError, RuntimeError) as error:
-                text = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
-                part = "The model has been loaded in part: do not use it."
-                raise CheckpointError(
-                    f"{text} {'The model is still on the meta device.' if empty else part}",
-                    path=path, errno=getattr(error, "errno", None),
-                ) from error  # fmt: skip
+                why = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
+                after = "still on the meta device" if empty else "loaded in part: do not use it"
+                facts: dict[str, Any] = {"path": path, "errno": getattr(error, "errno", None)}
+                raise CheckpointError(f"{why} The model is {after}.", **facts) from error
     saved, buffers = inner.state_dict().keys(), inner.named_buffers(remove_duplicate=False)
     unset = [name for name, buffer in buffers if buffer.is_meta and name not in saved]
     if unset:
-        filesystem.LOG.warning(
-            "%s: no checkpoint holds the buffers %s: they are on the meta device, compute them",
-            path, _listed(unset),
-        )  # fmt: skip
+        text = "%s: no checkpoint holds the buffers %s: they are on the meta device, compute them"
+        filesystem.LOG.warning(text, path, _listed(unset))
 
 
 # -- the files ------------------------------------------------------------------------------------

@@ -250,10 +250,8 @@ def load_state(
     saved, digests = coordinate(
         doing, lambda: read_manifest(path), lambda manifest: integrity.digest(manifest.dump())
     )
-    check_equal(
-        doing, ranks, digests, "have found a different checkpoint",
-        "Pass the same directory and step; copy the checkpoint to hosts with disks of their own.",
-    )  # fmt: skip
+    cure = "Pass the same directory and step; copy the checkpoint to hosts with disks of their own."
+    check_equal(doing, ranks, digests, "have found a different checkpoint", cure)
 
     def read_states() -> dict[str, Any]:
         here, count = len(ranks), len(saved.ranks)
@@ -319,10 +317,9 @@ class _StateReader(NamedTuple):
 
     def _common_names(self, here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
         if self.strict and here.keys() != saved.keys():
-            raise refusal(
-                f"{self.path}/{MANIFEST}", "objects",
-                f"{sorted(here)}, which are to be loaded", f"{sorted(saved, key=repr)}",
-            )  # fmt: skip
+            expected = f"{sorted(here)}, which are to be loaded"
+            found = str(sorted(saved, key=repr))
+            raise refusal(f"{self.path}/{MANIFEST}", "objects", expected, found)
         return [name for name in here if name in saved]
 
     def _state(self, name: str, saved: SavedState, targets: Mapping[str, Any]) -> Any:
