@@ -62,9 +62,7 @@ class RankCalls:
     process_index = _answer(syncprims.get_rank, "This rank.")
     local_process_index = _answer(syncprims.get_local_rank, "This rank's number on its node.")
     is_main_process = _answer(syncprims.is_main, "Whether this is rank 0.")
-    is_local_main_process = _answer(
-        syncprims.is_local_main, "Whether this is the first rank of its node."
-    )
+    is_local_main_process = _answer(syncprims.is_local_main, "Whether it is first on its node.")
     is_last_process = _answer(syncprims.is_last, "Whether this is the highest rank.")
 
     @property
@@ -137,13 +135,9 @@ class PartialState(RankCalls):
             self.mixed_precision = "no"
 
     def __repr__(self) -> str:
-        return (
-            f"Distributed environment: {self.distributed_type}\n"
-            f"Num processes: {self.num_processes}\n"
-            f"Process index: {self.process_index}\n"
-            f"Local process index: {self.local_process_index}\n"
-            f"Device: {self.device}\n"
-        )
+        names = ("num_processes", "process_index", "local_process_index", "device")
+        lines = [f"{name.replace('_', ' ').capitalize()}: {getattr(self, name)}" for name in names]
+        return "\n".join([f"Distributed environment: {self.distributed_type}", *lines, ""])
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Do nothing: the world, and a process group with it, end with the program."""
@@ -187,9 +181,7 @@ class GradientState:
         # Not the Accelerator, which has this object: a cycle would keep the workers of its loaders.
         self._job: Accumulator = job
 
-    sync_gradients: bool = delegated(
-        "_job.sync_gradients", "Whether the current micro-batch closes its window."
-    )
+    sync_gradients: bool = delegated("_job.sync_gradients", "Whether a step follows now.")
     num_steps: int = delegated("_job.steps", "Micro-batches per step.")
     sync_with_dataloader: bool = delegated(
         "_job.sync_with_dataloader", "Whether the last batch of a loader closes a window."

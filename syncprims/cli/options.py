@@ -214,13 +214,8 @@ _OF_ACCELERATE = {
     "config_file": "--config FILE",
     "compute_environment": "a file with the keys of `syncprims run`: this one is accelerate's",
 }
-#: The module and its function that parse a file with this suffix; imported when it is read.
-_PARSERS = {
-    ".yaml": ("yaml", "safe_load"),
-    ".yml": ("yaml", "safe_load"),
-    ".toml": ("tomllib", "loads"),
-    ".json": ("json", "loads"),
-}
+#: The module that parses a file with this suffix; imported when it is read.
+_PARSERS = {".yaml": "yaml", ".yml": "yaml", ".toml": "tomllib", ".json": "json"}
 
 
 # -- on the command line -------------------------------------------------------------------------
@@ -307,9 +302,10 @@ def _parse(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         what = f"{path} cannot be read: {error}"
         raise ConfigurationError(f"{what}; docs/command-line.md shows such a file") from error
-    module, function = _PARSERS[path.suffix]
     try:
-        values: object = getattr(importlib.import_module(module), function)(text)
+        parser: Any = importlib.import_module(_PARSERS[path.suffix])
+        read = parser.safe_load if path.suffix in (".yaml", ".yml") else parser.loads
+        values: object = read(text)
     except ImportError:
         what = f"{path}: reading YAML needs a package: {install('config')}"
         raise ConfigurationError(f"{what}. A file *.toml needs none") from None
