@@ -107,7 +107,7 @@ def test_batches_are_split(length: int, even: Any, uneven: Any) -> None:
     assert dealt(length, 4, split=True) == [start[r] + even[r] for r in (0, 1)]
     assert dealt(length, 4, split=True, even=False) == [start[r] + uneven[r] for r in (0, 1)]
     assert dealt(length, 4, split=True, drop_last=True) == start
-    with pytest.raises(ValueError, match="equal parts"):
+    with pytest.raises(ValueError, match="cannot share"):
         dealt(length, 3, split=True)
 
 
