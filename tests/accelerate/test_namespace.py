@@ -31,10 +31,10 @@ in_threads = pytest.mark.parametrize(
     ("module", "name", "said"),
     [
         ("", "DeepSpeedPlugin", "fully_shard"),
-        (".utils", "MegatronLMPlugin", "there is none"),
+        (".utils", "MegatronLMPlugin", "Megatron-LM itself"),
         ("", "cpu_offload", "load_checkpoint_in_model"),
         (".big_modeling", "dispatch_model", "device_map"),
-        (".utils", "DummyOptim", "DeepSpeed"),
+        (".utils", "DummyOptim", "of torch"),
         (".tracking", "CometMLTracker", "log_with"),
         ("", "ParallelismConfig", "torch's own means"),
         (".utils.modeling", "get_max_layer_size", "device_map"),

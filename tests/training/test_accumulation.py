@@ -798,5 +798,5 @@ def test_ranks_without_batches_join_passes_outside_of_windows(world: Ranks) -> N
 def test_weighted_passes_outside_of_windows_cannot_be_joined() -> None:
     job = new_job(even_batches=False)
     model, _, loader = one_batch_each_and_one_more(job)
-    with pytest.raises(ValueError, match="put it in `with accumulate"), job.join_uneven_inputs([model]):
+    with pytest.raises(ValueError, match="`with accumulate"), job.join_uneven_inputs([model]):
         job.backward(model(next(iter(loader))).sum(), weight=1)
