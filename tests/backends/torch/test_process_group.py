@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from support.rank_environment import free_port
 from support.rank_worlds import Died, Kind, Ranks, Scripts, Signs, served_store
 
 import syncprims as sp
+
+soak = partial(pytest.param, marks=pytest.mark.soak)
 
 
 def test_a_world_says_whether_there_is_one(world: Ranks, kind: Kind) -> None:
@@ -47,8 +50,7 @@ def test_it_is_opened_once_and_ends_with_its_world(kind: Kind, meeting_place: Pa
     world.check_nothing_left()
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-@pytest.mark.parametrize("victim", [0, 4])
+@pytest.mark.parametrize(("hosts", "victim"), [(1, 4), (2, 0), soak(1, 0), soak(2, 4)])
 def test_ddp_goes_on_in_a_new_group(hosts: int, victim: int, meeting_place: Path) -> None:
     """Ranks that wait in Gloo's own calls for one that has left raise, and come, too."""
 
@@ -271,7 +273,7 @@ def test_a_group_that_is_not_gloos_is_left_to_torch_after_a_failure(meeting_plac
     assert Ranks(Kind("torch", 2), meeting_place).run_alone(program) == [[True, False]] * 2
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [soak(1), 2])
 def test_a_forked_child_ends_as_it_likes(hosts: int, meeting_place: Path, tmp_path: Path) -> None:
     scripts = Scripts(Kind("torch", 2, hosts=hosts), meeting_place, tmp_path)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -6,12 +6,15 @@ import json
 import random
 import re
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.network_hosts import Network, network, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+#: What hosts that are simulated by directories show every day.
+soak = partial(pytest.param, marks=pytest.mark.soak)
 
 #: A little of everything; each rank tells what it saw.
 _TOUR = """
@@ -149,7 +152,7 @@ def test_a_killed_rank_is_told_on_every_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("gone", "killed", "left"),
-    [(0, True, [2]), (1, True, [0, 1]), (1, False, [0, 1, 2])],
+    [(0, True, [2]), soak(1, True, [0, 1]), (1, False, [0, 1, 2])],
     ids=["killed, with the store", "killed", "cut off"],
 )
 def test_a_host_that_is_gone_is_named(
@@ -171,7 +174,7 @@ def test_a_host_that_is_gone_is_named(
             assert rank == 2 or text == said(net, 0)[2]
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["before the first transfer", "after it"])
+@pytest.mark.parametrize("used", [soak(False), True], ids=["before the first transfer", "after it"])
 def test_a_link_between_two_of_three_hosts_is_named(used: bool, tmp_path: Path) -> None:
     with network(3, 1, tmp_path) as net:
         net.run(
@@ -282,6 +285,7 @@ def test_the_others_go_on_without_a_host_that_is_cut_off(tmp_path: Path) -> None
         assert net.wait()[0].code == 0
 
 
+@pytest.mark.soak
 def test_a_late_rank_of_another_host_is_named(tmp_path: Path) -> None:
     """And a mismatch; and the program's own process group is whole after both."""
     with network(2, 2, tmp_path) as net:
@@ -314,6 +318,7 @@ def test_a_late_rank_of_another_host_is_named(tmp_path: Path) -> None:
             assert "rank 3 was last seen at barrier 'begin' (script.py:" in text
 
 
+@pytest.mark.soak
 def test_different_calls_on_different_hosts_are_shown_to_all(tmp_path: Path) -> None:
     with network(2, 2, tmp_path) as net:
         net.run("""

@@ -172,7 +172,7 @@ def malform(folder: Path, dice: random.Random) -> None:
 
 
 SOAK = 100_000
-SHORT = 5_000
+SHORT = 2_500
 PART = 250
 
 
