@@ -58,7 +58,7 @@ class StoreLink:
     beat: Callable[[Any], None] | None = None  #: called with the store every so many seconds
     broken: BaseException | None = None  #: why the store will never answer again
     _closing: threading.Event = field(default_factory=threading.Event)
-    _requests: queue.SimpleQueue[_Request | None] = field(default_factory=queue.SimpleQueue)
+    _requests: queue.SimpleQueue[_Request | None] = field(default_factory=queue.SimpleQueue[Any])
     _thread: threading.Thread | None = None
     _busy_since: float | None = None
 
