@@ -115,6 +115,7 @@ class _Worker:
         self._job = job
         job.path("journal", rank).touch()
         self._journal = job.path("journal", rank).open("rb")
+        self._size = 0  # of it, at the last look
 
     def has_ended(self) -> bool:
         """Return whether the process has ended. If so, kill its process group."""
@@ -124,6 +125,7 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self.read_journal()
         return self._exit_code is not None
 
     def read(self, what: str) -> str:
@@ -131,9 +133,17 @@ class _Worker:
         path = self._job.path(what, self.outcome.rank)
         return path.read_text(errors="backslashreplace") if path.exists() else ""
 
-    def read_journal(self) -> bool:
-        """Read new entries of the journal; return whether there were any."""
-        begin = offset = self._journal.tell()
+    def has_written(self) -> bool:
+        """Return whether the rank has added to its journal since the last look.
+
+        To read it all the time would keep a processor busy that the ranks need.
+        """
+        before, self._size = self._size, os.fstat(self._journal.fileno()).st_size
+        return self._size > before
+
+    def read_journal(self) -> None:
+        """Read new entries of the journal."""
+        offset = self._journal.tell()
         with contextlib.suppress(EOFError, pickle.UnpicklingError):  # not written yet
             while True:
                 event, fact = pickle.load(self._journal)
@@ -147,7 +157,6 @@ class _Worker:
                         event, self._job.spec.faults[fact] if event == "fault" else fact
                     )
         self._journal.seek(offset)
-        return offset > begin
 
     def kill(self) -> bool:
         """Kill the process, and all that it has started; return whether it still ran."""
@@ -161,8 +170,7 @@ class _Worker:
         """Take in how the process has ended, and return its exit code."""
         while self.pid and not self.has_ended():
             time.sleep(_LOOK_EVERY)
-        with self._journal:
-            self.read_journal()
+        self._journal.close()
         if self.outcome.end == "left" and not killed:
             self.outcome.end, self.outcome.detail = "died", describe_exit(self._exit_code)
         return self._exit_code or 0
@@ -175,7 +183,7 @@ def _watch(limit: float | None, run: WorldRun, workers: Sequence[_Worker]) -> No
     while living := [worker for worker in workers if not worker.has_ended()]:
         time.sleep(_LOOK_EVERY)
         now = time.monotonic()
-        if sum(worker.read_journal() for worker in workers):
+        if sum(worker.has_written() for worker in workers):
             changed_at = now
         elif now > changed_at + _STANDSTILL and _wait_for_stopped(run, living):
             return
@@ -190,6 +198,8 @@ def _watch(limit: float | None, run: WorldRun, workers: Sequence[_Worker]) -> No
 
 def _wait_for_stopped(run: WorldRun, living: Sequence[_Worker]) -> bool:
     """Return whether faults have stopped ranks, and all others wait for notes."""
+    for worker in living:
+        worker.read_journal()
     outcomes = [worker.outcome for worker in living]
     stopped = [outcome.rank for outcome in outcomes if outcome.end == "stopped"]
     waiting = [outcome.rank for outcome in outcomes if outcome.waits_for_notes]

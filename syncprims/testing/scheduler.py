@@ -156,7 +156,12 @@ class RankThread(threading.Thread):
     def run(self) -> None:
         """Run the rank."""
         self._daemonic = False
-        super().run()
+        # A world that is given up may raise it here when the rank has just ended. No context
+        # manager: it could come at the start of `__exit__`.
+        try:  # noqa: SIM105
+            super().run()
+        except WorldAborted:
+            pass
 
 
 class _Turn:

@@ -126,6 +126,23 @@ def test_elastic_launch():
         elastic_launch(LaunchConfig(**options), entry)(0)
 
 
+def begin(rank):
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=URL)
+
+
+def add(rank, number):
+    return total() + rank + number
+
+
+def test_pool(tmp_path):
+    global URL
+    URL = f"file://{tmp_path}/store"
+    with mp.get_context("fork").Pool(2) as pool, mp.get_context("fork").Pool(2) as other:
+        pool.map(begin, range(2))
+        assert pool.starmap(add, [(0, 10), (1, 10)]) == [12, 13]  # the group is still open
+        assert other.map(abs, [-1, -2]) == [1, 2] and other.map(abs, range(3)) == [0, 1, 2]
+
+
 try:
     from torch.testing._internal import common_distributed as base
 except ImportError:  # its own needs are not installed
@@ -215,10 +232,11 @@ def run_suite(folder: Path, *options: str) -> str:
 def test_a_suite_runs_unchanged(tmp_path: Path, kind: str) -> None:
     out = run_suite(tmp_path, f"--syncprims-worlds={kind}")
     bases = Path(torch.__file__).parent / "testing/_internal/common_distributed.py"
-    ended = "11 passed, 1 skipped, 1 xfailed" if find_spec("expecttest") else "8 passed"
+    ended = "12 passed, 1 skipped, 1 xfailed" if find_spec("expecttest") else "9 passed"
     if find_spec("expecttest") and "class MultiProcContinuousTest" in bases.read_text():
-        ended = "12 passed, 2 skipped, 2 xfailed"  # not with torch 2.6
+        ended = "13 passed, 2 skipped, 2 xfailed"  # not with torch 2.6
     assert ended in out.splitlines()[-1], out
     assert "1 left to their own launcher: the processes are not joined at once" in out
+    assert "1 left to their own launcher: a pool whose first call opens no process group" in out
     again = "1 of them again in processes: ProfilerRefused in threads"
     assert (again in out) == (kind == "threads")

@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 import unittest
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -106,6 +107,7 @@ class Suites:
         self._undo: list[Callable[[], None]] = []
         self._serve_start_processes()
         self._serve_elastic_launch()
+        self._serve_pools()
 
     def close(self) -> None:
         """Put the launchers back."""
@@ -214,6 +216,41 @@ class Suites:
             return dict(enumerate(results))
 
         before = self._replace(api.elastic_launch, "__call__", call)
+
+    def _serve_pools(self) -> None:
+        """Serve each ``Pool`` whose first call, one on each process, leaves a group open.
+
+        Its processes would keep that group, so each later world begins with this call.
+        """
+        module: Any = importlib.import_module("multiprocessing.pool")
+        run = self._run
+        first_calls = weakref.WeakKeyDictionary[Any, Any]()  # None: it is not a pool of ranks
+
+        def starmap(pool: Any, func: Any, iterable: Any, chunksize: int | None = None) -> Any:
+            calls = [*iterable]
+            copy, first = _copier((func, calls), spawned=True), first_calls.get(pool)
+
+            def program(rank: int) -> tuple[Any, bool]:
+                result = None
+                for make in (first, copy) if first else (copy,):
+                    function, its_calls = make()
+                    result = function(*its_calls[rank])
+                return result, importlib.import_module("torch.distributed").is_initialized()
+
+            if len(calls) == pool._processes and (first or pool not in first_calls):
+                results, are_open = zip(*run(program, len(calls)), strict=True)
+                if first or all(are_open):
+                    first_calls.setdefault(pool, copy)
+                    return [*results]
+                self.left_alone["a pool whose first call opens no process group"] += 1
+            first_calls.setdefault(pool, None)
+            return before(pool, func, calls, chunksize)
+
+        def map_(pool: Any, func: Any, iterable: Any, chunksize: int | None = None) -> Any:
+            return starmap(pool, func, [(item,) for item in iterable], chunksize)
+
+        before = self._replace(module.Pool, "starmap", starmap)
+        self._replace(module.Pool, "map", map_)
 
     # -- torch's own bases of tests ---------------------------------------------------------------
 
