@@ -114,7 +114,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("world")
     worlds: dict[str, dict[str, Any]] = {}
     if mark is not None:
-        with contextlib.suppress(TypeError, ValueError):  # the test itself fails with this
+        with contextlib.suppress(TypeError, ValueError, ImportError):  # the test fails with this
             worlds = _worlds(mark)
     if len(worlds) > 1:
         metafunc.fixturenames.append(_ARGUMENT)
@@ -205,7 +205,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     try:
         worlds = _worlds(mark)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ImportError) as error:
         _refuse(f"pytest.mark.world: {error}")
     names = pyfuncitem._fixtureinfo.argnames  # pyright: ignore[reportPrivateUsage]
     arguments = {name: pyfuncitem.funcargs[name] for name in names}

@@ -14,6 +14,8 @@ import pytest
 from conftest import both_kinds
 from support import ROOT
 
+from syncprims.errors import install
+
 BUGGY = """
     import pytest, sys
     import syncprims as sp
@@ -27,6 +29,7 @@ BUGGY = """
             sp.barrier("loaded")
 """
 
+HOW = f"Install it: {install('torch')}"
 ARGUMENTS = "ranks, kind, backend, schedules, seed, faults, timeout, nodes, torch"
 
 
@@ -129,7 +132,20 @@ NO_WORLD = [
     ("ranks=2, faults=[Kill(rank=9, at=1)]", "Kill(rank=9, at=1): there are ranks 0 to 1"),
     ("seed='5x'", "seed='5x': a seed is a number, pct<depth>-<steps>-<number>, or order-..."),
     ("timeout='5'", "timeout='5': it takes seconds, or a timedelta"),
+    ("torch=True", f"torch=True serves torch.distributed, which cannot be imported: none. {HOW}"),
 ]  # fmt: skip
+
+
+WITHOUT_TORCH = """
+    import sys
+
+    class Finder:
+        def find_spec(self, name, *_):
+            if name == "torch.distributed":
+                raise ImportError("none")
+
+    sys.meta_path.insert(0, Finder())
+"""
 
 
 def test_a_mark_that_asks_for_no_world_fails_its_test_in_one_line(project: Project) -> None:
@@ -139,6 +155,7 @@ def test_a_mark_that_asks_for_no_world_fails_its_test_in_one_line(project: Proje
     ]
     head = "import pytest\nfrom syncprims.testing import Kill\ndef test_other(): pass\n"
     project.write("\n".join([head, *tests]))
+    project.write(WITHOUT_TORCH, "conftest.py")
     result = project.run("-rN")
     assert result.counts(failed=len(NO_WORLD), passed=1), result.out
     failures = result.out.partition("FAILURES")[2]
