@@ -226,12 +226,12 @@ class ThreadSlots(Slots):
         """Publish the call; another rank may be faster."""
         with self._world.scheduler.inside(self.own):
             self._world.scheduler.step(self.own)
-            self._access(("call", self.own), "write")
+            self._access(("call", self.own), "post")
             self._world.calls[self.own] = call
 
     def call_of(self, slot: int) -> bytes:
         """Return the last call of `slot`."""
-        self._access(("call", slot), "read")
+        self._access(("call", slot), "collect" if slot in self._world.calls else "read")
         return self._world.calls.get(slot, b"")
 
     def state(self, slot: int) -> State:
@@ -257,14 +257,16 @@ class ThreadSlots(Slots):
             self._access(("decision", name), "write")
             return self._world.decisions.setdefault(name, word)
 
-    def wait(self, ready: Callable[[], bool], timeout: float, waits_for: Sequence[int]) -> None:
+    def wait(
+        self, ready: Callable[[], bool], timeout: float, missing: Callable[[], Sequence[int]]
+    ) -> None:
         """Run other ranks meanwhile.
 
         :raises SyncError: if all wait for each other.
         """
         scheduler, waiting = self._world.scheduler, self._world.waiting
         until = scheduler.now() + timeout
-        wait = _ReformWait(self, waits_for)
+        wait = _ReformWait(self, missing)
         with scheduler.inside(self.own):
             waiting[wait] = ""
             try:
@@ -290,13 +292,13 @@ class _ReformWait:
     name = ""
     verdict: bytes | None = None
 
-    def __init__(self, slots: ThreadSlots, waits_for: Sequence[int]) -> None:
+    def __init__(self, slots: ThreadSlots, missing: Callable[[], Sequence[int]]) -> None:
         self.rank = slots.members.index(slots.own) if slots.own in slots.members else slots.own
         self.members = tuple(range(len(slots.members)))
-        self._missing = {slots.members.index(slot) for slot in waits_for}
+        self._slots, self._missing = slots, missing
 
     def missing(self) -> set[int]:
-        return self._missing
+        return {self._slots.members.index(slot) for slot in self._missing()}
 
     def status(self, rank: int) -> Status:
         return Status(label=Label("reform"))

@@ -433,11 +433,13 @@ class Slots(ABC):
         """
 
     @abstractmethod
-    def wait(self, ready: Callable[[], bool], timeout: float, waits_for: Sequence[int]) -> None:
+    def wait(
+        self, ready: Callable[[], bool], timeout: float, missing: Callable[[], Sequence[int]]
+    ) -> None:
         """Return when ``ready()``, after `timeout` seconds, or a little earlier.
 
-        What others publish or decide here, and their ends, are reasons to look at once. The slots
-        `waits_for` are those whose call is missing.
+        What others publish or decide here, and their ends, are reasons to look at once. ``missing()``
+        returns the slots whose call is missing.
         """
 
     @abstractmethod

@@ -71,7 +71,9 @@ class FileSlots(Slots):
             if slot != self.own and self._liveness.peek(slot) == "alive":
                 self._liveness.doorbell.wake(slot)
 
-    def wait(self, ready: Callable[[], bool], timeout: float, waits_for: Sequence[int]) -> None:
+    def wait(
+        self, ready: Callable[[], bool], timeout: float, missing: Callable[[], Sequence[int]]
+    ) -> None:
         """Sleep until another process wakes this one, or one ends."""
         deadline = self.now() + timeout
         nap = FIRST_NAP

@@ -150,10 +150,12 @@ class HostSlots(Slots):
             self.roster.read(store)  # after it: then all members of the epoch are known
         return word
 
-    def wait(self, ready: Callable[[], bool], timeout: float, waits_for: Sequence[int]) -> None:
+    def wait(
+        self, ready: Callable[[], bool], timeout: float, missing: Callable[[], Sequence[int]]
+    ) -> None:
         """Look at the store again and again."""
         deadline = self.now() + timeout
-        pause, longest = _FIRST_PAUSE, _LONGEST_PAUSE if waits_for else _JOINER_PAUSE
+        pause, longest = _FIRST_PAUSE, _LONGEST_PAUSE if missing() else _JOINER_PAUSE
         while True:
             self._ask(self.look)
             if ready() or (left := deadline - self.now()) <= 0:

@@ -136,7 +136,7 @@ def await_admission(backend: Backend) -> Epoch:
         return ended or slots.decided(_name(number)) is not None
 
     while True:
-        slots.wait(is_decided_or_over, math.inf, ())
+        slots.wait(is_decided_or_over, math.inf, tuple)
         word = slots.decided(_name(number))
         if word is None:
             raise PeerLost("all ranks of the run ended while this process waited to join it")
@@ -183,14 +183,16 @@ class _Vote:
         warn_at = self._begin + self._warn_every
         if self._deadline == math.inf and rounds_of(self._world.group).board.virtual_time:
             warn_at = math.inf  # such a wait lasts forever
-        while (decision := self._look()) is None:
+        decision: Epoch | SyncError | None = None
+        while decision is None:  # it waits before each look: so a rank that has called is seen
             now = slots.now()
             if now >= warn_at:
                 self._warn(now)
                 self._warn_every *= 2
                 warn_at = now + self._warn_every
             seconds = min(self._deadline, warn_at) - now
-            slots.wait(lambda: not self._absent() or self._decided(), seconds, self._absent())
+            slots.wait(lambda: not self._absent() or self._decided(), seconds, self._absent)
+            decision = self._look()
         if isinstance(decision, SyncError):
             raise decision
         if slots.own not in decision.slots:  # only between hosts: one cut off has come back
@@ -207,15 +209,14 @@ class _Vote:
         return self._slots.decided(_name(self._number)) is not None
 
     def _look(self) -> Epoch | SyncError | None:
-        """Return the decision; make it if this rank knows enough."""
+        """Return the decision; make it if this rank knows enough, and no other one has made it."""
         slots, name = self._slots, _name(self._number)
-        word = slots.decided(name)
-        if word is None:
-            absent = self._absent()
-            if absent and slots.now() < self._deadline:
-                return None
+        absent = self._absent()
+        if absent and slots.now() < self._deadline:
+            word = slots.decided(name)
+        else:
             word = slots.decide(name, _encode(self._timeout(absent) if absent else self._propose()))
-        return _decode(word)
+        return None if word is None else _decode(word)
 
     def _calls(self) -> dict[int, tuple[int, int]]:
         """Return rounds and `min_ranks` of the living members that have called, by slot."""

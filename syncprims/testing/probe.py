@@ -151,11 +151,13 @@ def _probed_slots(cls: Any) -> type[Any]:
             self._record("enter")
             super().enter(epoch, topology)
 
-        def wait(self, ready: Callable[[], bool], timeout: float, waits_for: Sequence[int]) -> None:
+        def wait(
+            self, ready: Callable[[], bool], timeout: float, missing: Callable[[], Sequence[int]]
+        ) -> None:
             probe = self.probe
             probe.check_alive()
             probe.outcome.waits = "reform"
-            super().wait(ready, timeout, waits_for)
+            super().wait(ready, timeout, missing)
             probe.check_alive()
             probe.outcome.waits = None
 

@@ -170,7 +170,7 @@ def test_survivors_of_a_kill_are_one_world_in_every_order() -> None:
         return None
 
     points = every_point(program, Kill(1), 3, strategy="all")
-    assert len(points) > 100
+    assert 2 < len(points) < 100  # each order that can differ, and no other
     assert {str(point.results) for point in points} == {"[((0, 2), 2), None, ((0, 2), 2)]"}
     with pytest.raises(ValueError, match="threads"):
         every_point(program, Kill(1), 3, strategy="all", kind="processes")
