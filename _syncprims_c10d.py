@@ -24,9 +24,9 @@ def register() -> None:
         return
     dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     if serve == "1":
-        from syncprims.c10d.torch_internals import replace_group_maker
+        from syncprims.c10d.torch_internals import serve_every_backend
 
-        replace_group_maker()
+        serve_every_backend().__enter__()  # for as long as this process lives
 
 
 def _create(options: Any, backend_options: object = None) -> Any:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from .private_dir import PrivateDirectory
+from .private_dir import PrivateDirectory
 
 FILE = "world"  #: that of the world
 OF_BOARD = "-about"  #: the end of the name of a board's, after the board's own

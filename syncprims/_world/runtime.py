@@ -17,10 +17,10 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from syncprims._protocol.call_site import describe_call
-from syncprims._protocol.validation import seconds
+from syncprims._protocol.validation import Seconds, seconds
 from syncprims.errors import (
     ConcurrentCall,
     ConfigurationError,
@@ -56,9 +56,6 @@ from .world import (
     report_failure,
     set_world_timeout,
 )
-
-if TYPE_CHECKING:
-    from datetime import timedelta
 
 MakeBackend = Callable[[type[Backend], Topology, Settings], Backend]
 
@@ -117,7 +114,7 @@ def _get_state() -> _State:
     return _thread_state.get() or _state
 
 
-def init(backend: str | None = None, *, timeout: float | timedelta | None = None) -> World:
+def init(backend: str | None = None, *, timeout: Seconds = None) -> World:
     """Start the world and return it, once all ranks have joined and agree.
 
     `backend` and `timeout` (the default of every call, in seconds) may also come from
@@ -150,7 +147,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         return running
 
 
-def current(timeout: float | timedelta | None = None) -> World:
+def current(timeout: Seconds = None) -> World:
     """Return the running world; the first call starts it from the environment.
 
     `timeout`, in seconds, is that of a primitive that starts the world: the other ranks have no
@@ -192,7 +189,7 @@ def shutdown() -> None:
     _end(state, None)
 
 
-def get_active_group(timeout: float | timedelta | None = None) -> Group:
+def get_active_group(timeout: Seconds = None) -> Group:
     """Return the group of the innermost ``with`` block, or that of all ranks outside of one."""
     # Every call comes here, and few programs have such a group: the name is looked up first.
     if _C10D in _modules and _get_process_group() is not _state.process_group():

@@ -6,7 +6,8 @@ And the other way round: the default group that a world opens.
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import Any
 
 from syncprims._world.runtime import (
     current,
@@ -16,14 +17,10 @@ from syncprims._world.runtime import (
     leave_group_world,
     names_backend,
 )
+from syncprims._world.world import World
 from syncprims.errors import ConfigurationError
 
 from .torch_internals import NAME, dist, find_backing_store, is_rendezvous_replaced
-
-if TYPE_CHECKING:
-    from contextlib import ExitStack
-
-    from syncprims._world.world import World
 
 
 def join_group_world(store: Any, rank: int, world_size: int) -> tuple[World, bool]:

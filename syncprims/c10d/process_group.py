@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 
@@ -15,7 +16,7 @@ from syncprims._data.plane import DataPlane
 from syncprims._data.reduction import combine
 from syncprims._protocol.rounds import RoundSequence
 from syncprims._world.runtime import find_world, leave_group_world
-from syncprims._world.world import close_rounds, open_rounds
+from syncprims._world.world import World, close_rounds, open_rounds
 from syncprims.errors import RankMismatch, SyncError, WorldClosed, name_ranks
 from syncprims.interface import Mark, Note
 
@@ -39,14 +40,7 @@ from .torch_internals import (
     with_old_names,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from syncprims._world.world import World
-
-    Tensors = torch.Tensor | Sequence[torch.Tensor]
-
-
+Tensors = torch.Tensor | Sequence[torch.Tensor]
 M = TypeVar("M", bound="Callable[..., Any]")
 
 

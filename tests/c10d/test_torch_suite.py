@@ -79,9 +79,9 @@ def run_tests(part: slice | None, backend: str, folder: Path) -> list[str]:
 
     skips = {skip.exit_code for skip in TEST_SKIPS.values()}
     if backend != "syncprims":
-        from syncprims.c10d.torch_internals import replace_group_maker
+        from syncprims.c10d.torch_internals import serve_every_backend
 
-        replace_group_maker()  # for as long as this process lives
+        serve_every_backend().__enter__()  # for as long as this process lives
 
     def run(name: str) -> bool:
         test: Any = Tests(name)

@@ -35,6 +35,7 @@ from syncprims.c10d.torch_internals import (
     before_ddp_forward,
     dist,
     forget_group_names,
+    replaced,
     replaced_rendezvous,
     threads_as_processes,
     without_modes,
@@ -307,9 +308,8 @@ class _SameParameters:
             )
 
 
-@contextlib.contextmanager
-def _advise_on_spawn() -> Generator[None]:
-    """Within the block, a rank that starts ranks by ``torch.multiprocessing`` warns first."""
+def _advise_on_spawn() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a rank that starts ranks by ``torch.multiprocessing`` warns."""
     module: Any = importlib.import_module("torch.multiprocessing.spawn")
     start = module.start_processes
 
@@ -322,11 +322,7 @@ def _advise_on_spawn() -> Generator[None]:
         warnings.warn(text, stacklevel=3)
         return start(*args, **named)
 
-    module.start_processes = advise
-    try:
-        yield
-    finally:
-        module.start_processes = start
+    return replaced((module, "start_processes", advise))
 
 
 @contextlib.contextmanager
