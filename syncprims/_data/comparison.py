@@ -27,8 +27,6 @@ from .arrays import flat, is_list_or_tuple, is_tensor, on_host, raw, spec_of
 _DIGEST_SIZE = 16
 _LENGTH = struct.Struct("<Q")
 _DEEPEST = 200
-#: What the codec writes in one form only, and shorter than a digest.
-_SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes})
 #: Types whose `repr` says all that a value is.
 _SHOWN = frozenset((
     "builtins.range", "builtins.slice", "builtins.bytearray", "fractions.Fraction",
@@ -110,7 +108,7 @@ class _Walk:
 
     def digest(self, value: Any) -> bytes:
         """Return the digest of `value`, or the bytes of a simple one."""
-        if type(value) in _SIMPLE:
+        if type(value) in codec.LEAVES:
             return codec.encode(value)
         key = id(value)
         if key in self._known:

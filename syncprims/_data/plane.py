@@ -34,7 +34,6 @@ class DataPlane:
         self.rounds = rounds
         self.board = board = rounds.board
         self.count = len(board.members)
-        self.index = board.members.index(rounds.rank)  #: of this rank among the members
         self.small_window = board.small_window
         small = 0 if self.small_window is None else len(self.small_window.memory)
         self._small_slot = small // 2 // self.count // LINE * LINE

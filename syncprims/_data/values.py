@@ -51,8 +51,8 @@ class _PreparedCall:
         if self._window is not None:
             self._memory, self._fence = self._window
             self._half = plane.half(self._window)
-        self._index, self._end = plane.index, plane.count * layout.stride
-        self._own_at = 0 if self.only_source_writes else plane.index * layout.stride
+        self._index, self._end = plane.rounds.index, plane.count * layout.stride
+        self._own_at = 0 if self.only_source_writes else self._index * layout.stride
         self._in_slots = plane.takes_one_round(layout)
         plain = note.label
         label = Label(plain.kind, plain.name, plain.src, plain.op, plain.site, layout.data)
@@ -121,7 +121,9 @@ def _check_encodable(rounds: Rounds, label: Label, obj: Any) -> None:
 
     :raises EncodingError: as where it does.
     """
-    if not (is_array(obj) and obj.dtype.kind in "biufc"):  # else it could
+    parts = (*obj, *obj.values()) if type(obj) is dict else (obj,)
+    could = codec.LEAVES.keys() >= {*map(type, parts)}  # the fastest way to know
+    if not could and not (is_array(obj) and obj.dtype.kind in "biufc"):
         _encode(rounds, label, obj, out_of_band=[])
 
 

@@ -544,7 +544,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             rounds.fail(note.label, error)
             raise
         parts, rooms = self._by_index(parts), self._by_index(rooms)
-        count, me = len(parts), rounds.members.index(rounds.rank)
+        count, me = len(parts), rounds.index
         form, own_sizes = f"<{2 * count}Q", [array.nbytes for array in (*parts, *rooms)]
         in_note = transport is None or sum(own_sizes[:count]) < LARGE
         payload = b"".join([struct.pack(form, *own_sizes), *map(raw, parts if in_note else ())])
