@@ -38,7 +38,7 @@ from .description import FILE as DESCRIPTION
 from .description import OF_BOARD, BoardDescription, WorldDescription, describe
 from .early_ends import EarlyEnd, RankRecord, read_records, record_rank, remove_records
 from .filesystems import refuse_remote, refuse_useless_locks
-from .liveness import Liveness, joined, world_size_of
+from .liveness import PUBLISHED, Liveness, joined, world_size_of
 from .private_dir import PrivateDirectory, base_path, cure_for
 from .slots import FileSlots
 
@@ -93,17 +93,16 @@ class FileBackend(Backend):
     @classmethod
     def record_end(cls, topology: Topology, settings: Settings, how: str | None) -> None:
         """Record in the directory of the run that a rank has ended, or is about to."""
-        record = RankRecord.seen(how) if how is not None else None
-        if record is None:
-            record = RankRecord.own(joined=bool(settings.first_call), ends=True)
+        record = RankRecord.own(joined=bool(settings.first_call), ends=True)
+        if how is not None:
+            record = RankRecord.seen(how)
         if record is None:
             return
+        here = topology.local_world_size
+        here = topology.world_size if here == UNKNOWN else here
         with _opened_run(topology, settings) as (base, run):
             record_rank(run, topology.rank, record)
-            ranks = topology.local_world_size
-            if how is None and len(read_records(run)) == (
-                topology.world_size if ranks < 1 else ranks
-            ):
+            if how is None and len(read_records(run)) == here:
                 remove_records(run)  # no rank of this host is left to read them
                 _remove_ended(base, run)
 
@@ -205,11 +204,11 @@ class FileBackend(Backend):
 
     def publish(self, word: bytes) -> None:
         """Make `word` readable for others."""
-        self.liveness.publish(word)
+        self.liveness.write(PUBLISHED, word)
 
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`."""
-        return self.liveness.published(self.file_slots.members[rank])
+        return self.liveness.read(self.file_slots.members[rank], PUBLISHED)
 
     def begin_epoch(
         self, epoch: int, topology: Topology, description: WorldDescription | None = None
@@ -221,14 +220,11 @@ class FileBackend(Backend):
         self._closed.clear()
         self.topology = topology
         self.publish(b"")
-        size = topology.world_size
-        self._description = (description or self._description)._replace(
-            slots=self.file_slots.members
-        )
         if description is None:
-            self._description = self._description._replace(
-                world_size=size, ranks=format_ranks(range(size))
-            )
+            size = topology.world_size
+            ranks = format_ranks(range(size))
+            description = self._description._replace(world_size=size, ranks=ranks)
+        self._description = description._replace(slots=self.file_slots.members)
         if topology.rank == 0:  # what it cannot remove now goes with the world
             with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:
                 ours = board_prefix(epoch)
@@ -328,10 +324,8 @@ class FileBackend(Backend):
             return ConfigurationError(
                 f"rank {rank} of this run is taken by another living process, in "
                 f"{self._run_path}: give every process its own rank, and every run its own "
-                f"SYNCPRIMS_RUN_ID. If a rank started this process, or this process started the "
-                f"other one, only one of the two can be the rank: start the other one without the "
-                f"variables of the rank, or with its own SYNCPRIMS_RANK, SYNCPRIMS_WORLD_SIZE and "
-                f"SYNCPRIMS_RUN_ID"
+                f"SYNCPRIMS_RUN_ID. If one of the two has started the other, start that without "
+                f"the variables of the rank, or with others"
             )
         dead = [other for other, lives in alive.items() if not lives]
         who = "this process" if rank == UNKNOWN else f"rank {rank}"
@@ -488,18 +482,16 @@ def _world_name(number: int) -> str:
 
 
 def _worlds(run: PrivateDirectory) -> list[int]:
-    return sorted(int(n[6:]) for n in run.names() if re.fullmatch(r"world-[1-9][0-9]{0,8}", n))
+    return [int(n[6:]) for n in run.names() if re.fullmatch(r"world-[1-9][0-9]{0,8}", n)]
 
 
 def _newest_world(run: PrivateDirectory) -> tuple[int, dict[int, bool]]:
     """Return the number of the newest world, and which ranks have joined it and live; 0 if none."""
-    numbers = _worlds(run)
-    return (numbers[-1], _joined(run, numbers[-1])) if numbers else (0, {})
-
-
-def _joined(run: PrivateDirectory, number: int) -> dict[int, bool]:
+    number = max(_worlds(run), default=0)
+    if not number:
+        return 0, {}
     with contextlib.closing(run.sub(_world_name(number), create=False)) as world:
-        return joined(world)
+        return number, joined(world)
 
 
 def _world_to_join(run: PrivateDirectory, rank: int, *, replaces: bool) -> str | None:

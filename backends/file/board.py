@@ -164,13 +164,13 @@ class SharedMemoryBoard(Board):
         :raises OSError: if the disk is full; then nothing is left of the file.
         """
         directory, name = self._liveness.directory, self._spill_name(self.rank, number)
-        try:
-            directory.write(name, content)
-        except OSError as error:
-            with contextlib.suppress(PermissionError):
-                directory.remove(name)
-            action = f"writing {len(content)} bytes for the other ranks"
-            raise directory.explained(error, action, name) from error
+        with directory.explained(f"writing {len(content)} bytes for the other ranks", name):
+            try:
+                directory.write(name, content)
+            except OSError:
+                with contextlib.suppress(PermissionError):
+                    directory.remove(name)
+                raise
         self._spilled.append((number, name))
 
     def _read_spilled(self, rank: int, number: int) -> bytes:
@@ -179,10 +179,8 @@ class SharedMemoryBoard(Board):
         :raises OSError: if something has removed it, or no descriptor is left.
         """
         directory, name = self._liveness.directory, self._spill_name(rank, number)
-        try:
+        with directory.explained(f"reading what rank {rank} sends", name):
             return directory.read(name)
-        except OSError as error:
-            raise directory.explained(error, f"reading what rank {rank} sends", name) from error
 
     def _spill_name(self, rank: int, number: int) -> str:
         return f"{self._file}-{rank}-{number}"

@@ -8,7 +8,6 @@ such a form is refused: two equal ones may hold different bytes.
 from __future__ import annotations
 
 import dataclasses
-import struct
 import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -25,7 +24,6 @@ from . import codec, values
 from .arrays import flat, is_list_or_tuple, is_tensor, on_host, raw, spec_of
 
 _DIGEST_SIZE = 16
-_LENGTH = struct.Struct("<Q")
 _DEEPEST = 200
 #: Types whose `repr` says all that a value is.
 _SHOWN = frozenset((
@@ -90,11 +88,8 @@ def _shorten(value: object) -> str:
 
 
 def _hash(*parts: bytes | memoryview) -> bytes:
-    hasher = blake2b(digest_size=_DIGEST_SIZE)
-    for part in parts:
-        hasher.update(_LENGTH.pack(len(part)))
-        hasher.update(part)
-    return hasher.digest()
+    digests = [blake2b(part, digest_size=_DIGEST_SIZE).digest() for part in parts]
+    return blake2b(b"".join(digests), digest_size=_DIGEST_SIZE).digest()
 
 
 class _Walk:

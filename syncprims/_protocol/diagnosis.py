@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
 from syncprims import errors
 from syncprims.errors import (
     CollectiveMismatch,
@@ -95,7 +93,6 @@ class Snapshot:
         #: that this rank waits in
         self.call = first_call or str(self._seen[rank].label or "its first call")
         self.missing = [r for r, status in self._seen.items() if status.rounds < number]
-        self._facts: dict[str, Any] = {"call": self.call, "waited": waited}
         self._waited = waited
 
     @property
@@ -156,23 +153,22 @@ class Snapshot:
 
     def timeout(self) -> SyncTimeout:
         """Return the error of a wait that has run out of time."""
-        arrived = [rank for rank in self._seen if rank not in self.missing]
-        facts: dict[str, Any] = {**self._facts, "rank": self._rank, "arrived": arrived}
-        if not self.missing:
-            return SyncTimeout(
-                f"{self.call} timed out after {self._waited:.1f} s: all ranks {arrived} have "
-                f"come, and the data has not arrived. Look at the network between their hosts. If "
-                f"it is only slow, allow more: timeout=, or SYNCPRIMS_TIMEOUT.",
-                **facts,
-            )
-        lines = "\n".join(f"  {self.last_seen(rank)}" for rank in self.missing)
+        arrived, missing = [r for r in self._seen if r not in self.missing], self.missing
+        lines = "\n".join(f"  {self.last_seen(rank)}" for rank in missing)
+        why = f"ranks {missing} did not come, ranks {arrived} did\n{lines}\n"
+        cure = f"See what keeps ranks {missing}. If they are only slow, allow more: timeout=, or "
+        cure += "SYNCPRIMS_TIMEOUT (SYNCPRIMS_JOIN_TIMEOUT for the start)."
+        if not missing:
+            why = f"all ranks {arrived} have come, and the data has not arrived. "
+            cure = "Look at the network between their hosts. If it is only slow, allow more: "
+            cure += "timeout=, or SYNCPRIMS_TIMEOUT."
         return SyncTimeout(
-            f"{self.call} timed out after {self._waited:.1f} s: ranks {self.missing} did not "
-            f"come, ranks {arrived} did\n{lines}\n"
-            f"See what keeps ranks {self.missing}. If they are only slow, allow more: timeout=, "
-            f"or SYNCPRIMS_TIMEOUT (SYNCPRIMS_JOIN_TIMEOUT for the start).",
-            missing=self.missing,
-            **facts,
+            f"{self.call} timed out after {self._waited:.1f} s: {why}{cure}",
+            rank=self._rank,
+            call=self.call,
+            missing=missing,
+            arrived=arrived,
+            waited=self._waited,
         )
 
     def last_seen(self, rank: int) -> str:
