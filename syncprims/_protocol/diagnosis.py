@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+
 from syncprims import errors
 from syncprims.errors import (
     CollectiveMismatch,
