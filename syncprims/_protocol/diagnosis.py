@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from syncprims import errors
-from syncprims.errors import (
-    CollectiveMismatch,
-    Failure,
-    PeerFailed,
-    PeerLost,
-    SyncError,
-    SyncTimeout,
-)
+from syncprims.errors import CollectiveMismatch, SyncError
 from syncprims.interface import Label, Status
 
 from .call_site import warn_user
@@ -152,7 +145,7 @@ class Snapshot:
         calls = {rank: absent.get(rank) or str(up.get(rank) or "?") for rank in self._seen}
         return mismatch_error(self._rank, self._number - self._own, calls)
 
-    def timeout(self) -> SyncTimeout:
+    def timeout(self) -> errors.SyncTimeout:
         """Return the error of a wait that has run out of time."""
         arrived, missing = [r for r in self._seen if r not in self.missing], self.missing
         lines = "\n".join(f"  {self.last_seen(rank)}" for rank in missing)
@@ -163,7 +156,7 @@ class Snapshot:
             why = f"all ranks {arrived} have come, and the data has not arrived. "
             cure = "Look at the network between their hosts. If it is only slow, allow more: "
             cure += "timeout=, or SYNCPRIMS_TIMEOUT."
-        return SyncTimeout(
+        return errors.SyncTimeout(
             f"{self.call} timed out after {self._waited:.1f} s: {why}{cure}",
             rank=self._rank,
             call=self.call,
@@ -183,17 +176,17 @@ class Snapshot:
             return f"rank {rank} never joined"
         return f"rank {rank} has made no call in this group"
 
-    def _failed(self, rank: int, status: Status) -> PeerFailed:
+    def _failed(self, rank: int, status: Status) -> errors.PeerFailed:
         left = errors.load(status.failure).failures if status.failure else {}
-        unknown = Failure(rank, "an exception", "its text was lost", "")
+        unknown = errors.Failure(rank, "an exception", "its text was lost", "")
         # The board knows which rank failed: the failure itself counts ranks from 0 on every host.
         failure = next(iter(left.values()), unknown)._replace(rank=rank)
-        return PeerFailed.from_failure(failure, waiting=self.call)
+        return errors.PeerFailed.from_failure(failure, waiting=self.call)
 
-    def _lost(self, rank: int, status: Status) -> PeerLost:
+    def _lost(self, rank: int, status: Status) -> errors.PeerLost:
         if self._starts and status.rounds < self._number:
             joined = status.state == "finished"
-            return PeerLost.before_start(
+            return errors.PeerLost.before_start(
                 rank, status.detail, joined, waiting=self._rank, call=self.call
             )
         if status.state == "finished":
@@ -209,4 +202,4 @@ class Snapshot:
                 f"then restart the run."
             )
         text = f"{what} {self.call}\n  {self.last_seen(rank)}\n{cure}"
-        return PeerLost(text, rank=rank, call=self.call)
+        return errors.PeerLost(text, rank=rank, call=self.call)

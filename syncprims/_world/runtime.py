@@ -19,29 +19,15 @@ from collections.abc import Callable, Generator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from syncprims import errors
 from syncprims._protocol.call_site import describe_call
 from syncprims._protocol.validation import Seconds, seconds
-from syncprims.errors import (
-    ConcurrentCall,
-    ConfigurationError,
-    ForkedProcess,
-    SyncError,
-    WorldClosed,
-    dump,
-    load,
-)
+from syncprims.errors import ConfigurationError, SyncError
 from syncprims.interface import UNKNOWN, Backend, Settings, Topology
 
+from . import launchers
 from .exit_hooks import ExitHooks, reason
 from .group import Group, entered
-from .launchers import (
-    detect,
-    find_half_world,
-    find_world_sizes,
-    is_started_by_rank,
-    list_rank_variables,
-    make_rank_variables,
-)
 from .membership import await_admission, is_joining, join_epoch, reform
 from .nodes import place_on_nodes
 from .registry import choose_backend, find_end_recorder
@@ -283,9 +269,9 @@ def _find_topology(environ: Mapping[str, str]) -> Topology:
     """
     group = _get_process_group()
     if group is None:
-        return detect(environ)
+        return launchers.detect(environ)
     try:
-        topology = detect(environ)
+        topology = launchers.detect(environ)
         if topology.world_size > group.size():
             return topology
         if topology.world_size == group.size() and topology.launcher != "none":
@@ -358,7 +344,7 @@ def join_as(variables: Mapping[str, str]) -> World:
     :raises SyncError: as :func:`init`.
     """
     state = _get_state()
-    launched = list_rank_variables()
+    launched = launchers.list_rank_variables()
     others = {name: value for name, value in os.environ.items() if name not in launched}
     state.environ = {**others, **variables}
     try:
@@ -389,7 +375,7 @@ def leave_group_world(world: World) -> None:
 def environ_without_rank() -> dict[str, str]:
     """Return this process's variables without those that say which rank it is, and where."""
     own = {"SYNCPRIMS_BACKEND", "SYNCPRIMS_DIR", "SYNCPRIMS_ERROR_FILE"}
-    outer = list_rank_variables() | own
+    outer = launchers.list_rank_variables() | own
     return {name: value for name, value in os.environ.items() if name not in outer}
 
 
@@ -459,7 +445,7 @@ def _check_same(running: World, backend: str | None, timeout: float | None) -> N
 
 def _start(state: _State, backend: str | None, settings: Settings) -> World:
     if state.is_starting:
-        raise ConcurrentCall(
+        raise errors.ConcurrentCall(
             f"a signal handler calls {describe_call()}, and it has interrupted the start of the "
             f"world: let the handler set a flag, as Trigger.set_on_signal does"
         )
@@ -519,7 +505,7 @@ def _take_topology(state: _State, world: World) -> None:
     """Keep the numbers of a world that has met, and correct variables that name others."""
     top = state.topology = world.topology
     if world.epoch:
-        variables = make_rank_variables(top.rank, top.world_size, top.num_nodes)
+        variables = launchers.make_rank_variables(top.rank, top.world_size, top.num_nodes)
         environ: Any = state.environ
         environ.update({name: value for name, value in variables.items() if name in environ})
 
@@ -569,7 +555,7 @@ def _warn_of_variables(state: _State, topology: Topology) -> None:
             f"{name} is set, and nothing reads it{hint} `syncprims env` lists the variables that "
             f"are read"
         )
-    missing = find_half_world(state.environ, topology) if topology.world_size == 1 else ""
+    missing = launchers.find_half_world(state.environ, topology) if topology.world_size == 1 else ""
     if missing:
         warnings.append(
             f"this is a world of one: {missing}. If it is meant to be alone, set "
@@ -588,8 +574,8 @@ def _fail(state: _State, error: BaseException) -> None:
     _end(state, error)
     state.ended = state.topology = None
     if isinstance(error, SyncError):
-        verdict = dump(error)
-        state.ended = lambda: load(verdict)
+        verdict = errors.dump(error)
+        state.ended = lambda: errors.load(verdict)
 
 
 def _end(state: _State, error: BaseException | None) -> None:
@@ -607,7 +593,7 @@ def _end_block(world: World, error: BaseException | None) -> None:
 
 
 def _closed() -> SyncError:
-    return WorldClosed(
+    return errors.WorldClosed(
         "this rank has left the world: shutdown() was called, the `with init()` block has ended, "
         "or Python is exiting. Make the call before that, or start a world with init()"
     )
@@ -618,7 +604,7 @@ def _on_fork() -> None:
     if thread is not None:  # a thread was a rank; its child is a process, and no rank
         _thread_state.set(None)
         _leave_to_parent(thread)
-        _state.topology = thread.topology or detect(thread.environ)
+        _state.topology = thread.topology or launchers.detect(thread.environ)
         _state.ended = thread.ended or _forked
     _leave_to_parent(_state)
     _state.thread_worlds = 0
@@ -633,7 +619,7 @@ def _leave_to_parent(state: _State) -> None:
 
 
 def _forked() -> SyncError:
-    return ForkedProcess(
+    return errors.ForkedProcess(
         f"process {os.getpid()} is a forked child of rank {get_topology().rank} and not a rank: "
         f"it cannot synchronize. Call primitives in the parent, or, to make the child a rank of "
         f"another world, call shutdown() in it first"
@@ -645,7 +631,7 @@ def _end_process(error: BaseException | None) -> None:
     path = _state.environ.get("SYNCPRIMS_ERROR_FILE")
     if error is not None and path and _state.running is None and _state.ended is not _forked:
         with contextlib.suppress(SyncError):
-            report_failure(path, detect(_state.environ).rank, error)
+            report_failure(path, launchers.detect(_state.environ).rank, error)
     _end(_state, error)
 
 
@@ -660,7 +646,7 @@ def _record_early_end(process: int) -> None:
     # Our launcher sees the end itself, and a forked child is not a rank.
     if not never_started or "SYNCPRIMS_ERROR_FILE" in environ or os.getpid() != process:
         return
-    if not find_world_sizes(environ) or is_started_by_rank(environ):
+    if not launchers.find_world_sizes(environ) or launchers.is_started_by_rank(environ):
         return
     with contextlib.suppress(Exception):  # the others wait until their timeout
         recorder, topology, settings = find_end_recorder(environ)

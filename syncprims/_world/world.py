@@ -23,16 +23,7 @@ from syncprims._protocol.call_site import NoteCache
 from syncprims._protocol.deadlock import DeadlockDetector
 from syncprims._protocol.rounds import DEADLOCK_SEARCH, Rounds, RoundSequence
 from syncprims._protocol.validation import whole_number
-from syncprims.errors import (
-    BackendUnavailable,
-    ConfigurationError,
-    Failure,
-    PeerFailed,
-    SyncError,
-    SyncTimeout,
-    install,
-    name_ranks,
-)
+from syncprims.errors import ConfigurationError, SyncError
 from syncprims.interface import UNKNOWN, Backend, Board, Note, Settings, Topology
 
 from .group import Group, close_group, rounds_of
@@ -205,8 +196,8 @@ class World:
             try:
                 import_module("syncprims.c10d").open_default_group(self, self._at_end)
             except ImportError as error:
-                raise BackendUnavailable(
-                    f"open_process_group() needs torch: {install('torch')}"
+                raise errors.BackendUnavailable(
+                    f"open_process_group() needs torch: {errors.install('torch')}"
                 ) from error
             return True
         rounds = rounds_of(self.group)
@@ -377,7 +368,7 @@ def _meet_first(world: World, rounds: Rounds, note: Note) -> Sequence[Note]:
     """Return the notes of all ranks; the error of a timeout says where this rank waits."""
     try:
         return rounds.meet(note, world.settings.join_timeout)
-    except SyncTimeout as error:
+    except errors.SyncTimeout as error:
         place = world._backend.meeting_place
         where = f" in {place}" if place else ""
         more = (
@@ -415,7 +406,7 @@ def make_group(world: World, ranks: Sequence[int]) -> Group:
         )
     # Also for a group that exists: else a rank that asks for another one would go unnoticed.
     rounds = rounds_of(world.group)
-    note = rounds.note("group", name_ranks(members))
+    note = rounds.note("group", errors.name_ranks(members))
 
     def make(sequence: RoundSequence) -> Group:
         # If one rank cannot make it, the others would wait for that rank in it.
@@ -534,7 +525,7 @@ def report_failure(path: str, rank: int, error: BaseException) -> None:
 def _encode(rank: int, error: BaseException | None) -> bytes | None:
     if error is None:
         return None
-    return errors.dump(PeerFailed.from_failure(Failure.of(rank, error)))
+    return errors.dump(errors.PeerFailed.from_failure(errors.Failure.of(rank, error)))
 
 
 def _report_end(path: str, failure: bytes | None) -> None:

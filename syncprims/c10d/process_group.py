@@ -20,25 +20,11 @@ from syncprims._world.world import World, close_rounds, open_rounds
 from syncprims.errors import RankMismatch, SyncError, WorldClosed, name_ranks
 from syncprims.interface import Mark, Note
 
+from . import torch_internals as internals
 from .group_world import join_group_world
 from .point_to_point import PointToPoint
 from .tensors import OutputTensors, describe, items_of, nothing
-from .torch_internals import (
-    BETWEEN,
-    NAME,
-    call_by_dispatcher,
-    default_timeouts,
-    dist,
-    finished_work,
-    flattened,
-    is_profiling,
-    keep_from_compiler,
-    make_backend_error,
-    needs_dispatcher,
-    recorded,
-    reduction_of,
-    with_old_names,
-)
+from .torch_internals import BETWEEN, NAME, dist, finished_work, make_backend_error
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 M = TypeVar("M", bound="Callable[..., Any]")
@@ -105,18 +91,20 @@ def _recorded(title: str, shown: int = 0) -> Callable[[M], M]:
     """
 
     def decorate(method: M) -> M:
-        @keep_from_compiler
+        @internals.keep_from_compiler
         @functools.wraps(method)
         def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
             try:
-                if needs_dispatcher(args):
+                if internals.needs_dispatcher(args):
                     several = method.__name__.endswith("_single") and isinstance(args[0], list)
                     name = method.__name__ + ("_coalesced" if several else "")
                     plain = functools.partial(call, self)
-                    return call_by_dispatcher(self, name, args, named, plain)
-                if not is_profiling():
+                    return internals.call_by_dispatcher(self, name, args, named, plain)
+                if not internals.is_profiling():
                     return method(self, *args, **named)
-                with recorded(f"{self.served_as}:{title}", flattened(args[shown : shown + 1])):
+                with internals.recorded(
+                    f"{self.served_as}:{title}", internals.flattened(args[shown : shown + 1])
+                ):
                     return method(self, *args, **named)
             except SyncError as error:
                 make_backend_error(error)
@@ -127,7 +115,7 @@ def _recorded(title: str, shown: int = 0) -> Callable[[M], M]:
     return decorate
 
 
-@with_old_names
+@internals.with_old_names
 class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A group of ranks whose calls are rounds at a board of their own.
 
@@ -248,7 +236,9 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         torch say nothing, either.
         """
         seconds = timeout.total_seconds()
-        if seconds <= 0 or (self._rounds.board.observed and timeout in default_timeouts()):
+        if seconds <= 0 or (
+            self._rounds.board.observed and timeout in internals.default_timeouts()
+        ):
             return None
         return seconds
 
@@ -270,7 +260,9 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 root = value
             elif value is not None:
                 op = value
-        return _Options("sum" if op is None else reduction_of(op), root, self._limit(timeout))
+        return _Options(
+            "sum" if op is None else internals.reduction_of(op), root, self._limit(timeout)
+        )
 
     def _note(
         self, kind: str, what: str | None = None, root: int | None = None, op: str | None = None
