@@ -61,8 +61,7 @@ class SharedWorld:
     def __init__(self, scheduler: RankScheduler, slots: Sequence[int]) -> None:
         self.scheduler = scheduler
         self.slots = tuple(slots)  #: by rank, in the newest epoch
-        #: by epoch, members, name, and how many such boards were closed before
-        self.boards: dict[tuple[int, tuple[int, ...], str, int], _SharedBoard] = {}
+        self.boards: dict[tuple[int, tuple[int, ...], str], _SharedBoard] = {}  #: by epoch too
         #: Where a thread waits; with the call if it waits for the first of several notes.
         self.waiting: dict[ThreadBoard | _ReformWait, str] = {}
         #: of each slot: the state, how it ended, and the failure it left
@@ -124,7 +123,6 @@ class ThreadBackend(Backend):
             self.check(topology, settings)
         super().__init__(topology, settings)
         self._world = world
-        self._closed: dict[tuple[tuple[int, ...], str], int] = {}  # boards, by members and name
         self.host = str(topology.node_rank)  # that a test pretends
         self.slots = self._slots = ThreadSlots(self, world, slot)
         world.states[slot] = "alive", "", b""
@@ -145,22 +143,18 @@ class ThreadBackend(Backend):
 
     def board(self, members: Sequence[int], name: str = "") -> ThreadBoard:
         """Return the board `name` of `members`."""
-        closed = self._closed.get((tuple(members), name), 0)
         slots = {rank: self._slots.members[rank] for rank in members}
-        key = self._slots.epoch, tuple(members), name, closed
+        key = self._slots.epoch, tuple(members), name
         return ThreadBoard(key, self.topology.rank, self._world, slots)
 
-    def close_board(self, board: Board) -> bool:
-        """Leave the board; its members meet at a new one."""
-        closed = self._closed.get((board.members, board.name), 0)
-        key = self._slots.epoch, board.members, board.name, closed
+    def close_board(self, board: Board) -> None:
+        """Leave the board; it ends with its last member."""
+        key = self._slots.epoch, board.members, board.name
         shared = self._world.boards.get(key)  # None: others are in a new epoch
         if shared is not None:
             shared.left += 1
             if shared.left == len(board.members):
                 del self._world.boards[key]
-        self._closed[board.members, board.name] = closed + 1
-        return True
 
     def wait_any(
         self,
@@ -204,7 +198,6 @@ class ThreadBackend(Backend):
         """Use the boards of this epoch from now on."""
         for key in [key for key in self._world.boards if key[0] < epoch]:
             del self._world.boards[key]
-        self._closed.clear()
         self.topology = topology
         self._world.slots = self._slots.members
         self.publish(b"")
@@ -312,12 +305,12 @@ class ThreadBoard(Board):
 
     def __init__(
         self,
-        key: tuple[int, tuple[int, ...], str, int],
+        key: tuple[int, tuple[int, ...], str],
         rank: int,
         world: SharedWorld,
         slots: Mapping[int, int],
     ) -> None:
-        _, members, name, _ = key
+        _, members, name = key
         super().__init__(members, name)
         self.rank = rank  #: whose view of the board this is
         self._slots = slots  # by member

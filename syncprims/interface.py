@@ -504,17 +504,15 @@ class Backend(ABC):
         """Return the board `name` of the group of `members`.
 
         Boards of other names, or of other members, have rounds of their own. Called once for each
-        name on each of the members. After :meth:`close_board` it may be called again.
+        name on each of the members.
         """
 
-    def close_board(self, board: Board) -> bool:
-        """Release what this rank holds of `board`, and return True; it makes no other call there.
+    def close_board(self, board: Board) -> None:  # noqa: B027 - optional
+        """Release what this rank holds of `board`; it makes no other call there.
 
         Others may still collect earlier rounds: what the members share ends with the last one that
-        calls this. :meth:`board` then returns a new one for the same members. Optional: by default
-        nothing happens, and the same board is used again.
+        calls this. Optional.
         """
-        return False
 
     def wait_any(
         self,

@@ -11,7 +11,6 @@ a killed world left behind is removed by the next one: the locks of its slots ar
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hashlib
 import os
@@ -71,7 +70,6 @@ class FileBackend(Backend):
             topology.run_id or self._run_path.name, self.name, size, format_ranks(range(size))
         )
         self._boards: list[SharedMemoryBoard] = []
-        self._closed = collections.Counter[tuple[tuple[int, ...], str]]()  # boards: members, name
         self.liveness: Liveness  #: of this world
         with self._explained_os_errors():
             self._base = PrivateDirectory.open(self._run_path.parent)
@@ -123,15 +121,13 @@ class FileBackend(Backend):
         slots = [self.file_slots.members[rank] for rank in members]
         return self.open_board(members, name, self.file_of(members, name), slots, members)
 
-    def close_board(self, board: Board) -> bool:
+    def close_board(self, board: Board) -> None:
         """Unmap the board; the last member that does it removes its files."""
         self.release(board.members, board)
-        return True
 
     def file_of(self, members: Sequence[int], name: str) -> str:
-        """Return the file of the board of `members`: a new one after each that was closed."""
-        closed = self._closed[tuple(members), name]
-        return board_file(members, name, closed, self.file_slots.epoch)
+        """Return the file of the board of `members` in this epoch."""
+        return board_file(members, name, self.file_slots.epoch)
 
     def release(self, members: Sequence[int], board: Board) -> None:
         """Close `board`, this host's part of that of `members`.
@@ -142,7 +138,6 @@ class FileBackend(Backend):
         self._boards.remove(board)
         board.close()
         file = self.file_of(members, board.name)
-        self._closed[tuple(members), board.name] += 1
         # Without room or lock they are removed with the world.
         with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:
             directory.write(f"{file}-left-{board.rank}", b"")
@@ -217,7 +212,6 @@ class FileBackend(Backend):
         for board in self._boards:
             board.close()
         self._boards.clear()
-        self._closed.clear()
         self.topology = topology
         self.publish(b"")
         if description is None:
@@ -462,10 +456,9 @@ def _run_path(topology: Topology, settings: Settings) -> Path:
     return base_path(settings) / f"{_PREFIX}{safe}"
 
 
-def board_file(members: Sequence[int], name: str = "", closed: int = 0, epoch: int = 0) -> str:
-    """Return the file of the board `name` of `members`, after so many of them were closed."""
-    which = tuple(members), name, closed
-    digest = hashlib.blake2b(repr(which).encode(), digest_size=6)
+def board_file(members: Sequence[int], name: str = "", epoch: int = 0) -> str:
+    """Return the file of the board `name` of `members` in an epoch."""
+    digest = hashlib.blake2b(repr((tuple(members), name)).encode(), digest_size=6)
     return board_prefix(epoch) + digest.hexdigest()
 
 

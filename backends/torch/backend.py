@@ -242,14 +242,14 @@ class TorchBackend(Backend):
         self._boards.append(board)
         return board
 
-    def close_board(self, board: Board) -> bool:
+    def close_board(self, board: Board) -> None:
         """Release this host's part of the board; its keys at the store remain."""
         if not isinstance(board, TwoLevelBoard):
-            return self._local.close_board(board)
+            self._local.close_board(board)
+            return
         self._boards.remove(board)
         board.close()
         self._local.release(board.members, board.local)
-        return True
 
     def _may_use_nccl(self, hosts: Iterable[int]) -> bool:
         """Return whether NCCL serves the ranks of these hosts: it wants a device for each rank.

@@ -8,6 +8,7 @@ below it, which use its private members.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
@@ -133,6 +134,7 @@ class World:
         self._background = Background(backend)
         self._groups: dict[tuple[int, ...], Group] = {}
         self._named: list[Rounds] = []  # at boards of their own, beside those of groups
+        self._opened = collections.Counter[tuple[tuple[int, ...], str]]()  # boards: members, name
         self._nodes: list[int] = []  # of each rank, known after the start
         self._at_end = contextlib.ExitStack()  # closed before this rank leaves
         self.group = self._make_group(range(topology.world_size))  #: of all ranks
@@ -262,10 +264,14 @@ def open_rounds(
 ) -> Rounds:
     """Return this rank's rounds at the board `name` of `members`, which the caller sorts.
 
-    Every member opens it once, and it lasts until :func:`close_rounds` or the end of the world.
-    Frames of files below the folders `between` stand between the user's line and a call.
+    It lasts until :func:`close_rounds` or the end of the world. If it has been opened before, this
+    is another one, and has another name: every member opens it as often as the others. Frames of
+    files below the folders `between` stand between the user's line and a call.
     """
-    rounds = world._make_rounds(tuple(members), name)
+    key = tuple(members), name
+    earlier = world._opened[key]
+    world._opened[key] += 1
+    rounds = world._make_rounds(key[0], f"{name} again {earlier}" if earlier else name)
     if between:
         rounds.note = NoteCache(between).note
     world._named.append(rounds)

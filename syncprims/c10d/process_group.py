@@ -49,13 +49,6 @@ def create_process_group(options: Any, backend_options: object = None) -> SyncPr
     return SyncProcessGroup(world, ranks, options, started=started)
 
 
-def _count(world: Any, key: tuple[tuple[int, ...], str]) -> int:
-    """Return how many groups of these members and this name the world has had before."""
-    counts: dict[Any, int] = world.extras.setdefault(f"c10d {world.epoch}", {})
-    counts[key] = counts.get(key, 0) + 1
-    return counts[key] - 1
-
-
 class _Options(NamedTuple):
     """The arguments of a call other than its tensors."""
 
@@ -136,9 +129,8 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._me = options.group_rank
         self._index_of = [members.index(rank) for rank in ranks]  # by group rank: on the board
         self._in_order = self._index_of == list(range(len(ranks)))
-        earlier = _count(world, (members, self.group_name))
-        board = f"group {self.group_name}" + (f" again {earlier}" if earlier else "")
-        self._rounds = open_rounds(world, members, board, BETWEEN)
+        self._rounds = open_rounds(world, members, f"group {self.group_name}", BETWEEN)
+        board = self._rounds.board.name
         self._point_to_point = PointToPoint(world, board, ranks, options.group_rank)
         self._left = False
         self._timeout: float | None = None
