@@ -7,7 +7,7 @@ and whether a rank can ever continue is known and not guessed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal, NoReturn, Protocol
@@ -27,6 +27,7 @@ from syncprims.interface import (
 )
 
 _ENDS, _JOINS = "ends", "joins"  # what ranks access
+_BoardKey = tuple[int, tuple[int, ...], str]  # epoch, members, name
 _SMALL_SLOT = 1024  # bytes for the small values of a member in each of two rounds
 
 
@@ -61,7 +62,7 @@ class SharedWorld:
     def __init__(self, scheduler: RankScheduler, slots: Sequence[int]) -> None:
         self.scheduler = scheduler
         self.slots = tuple(slots)  #: by rank, in the newest epoch
-        self.boards: dict[tuple[int, tuple[int, ...], str], _SharedBoard] = {}  #: by epoch too
+        self.boards: dict[_BoardKey, _SharedBoard] = {}
         #: Where a thread waits; with the call if it waits for the first of several notes.
         self.waiting: dict[ThreadBoard | _ReformWait, str] = {}
         #: of each slot: the state, how it ended, and the failure it left
@@ -143,9 +144,8 @@ class ThreadBackend(Backend):
 
     def board(self, members: Sequence[int], name: str = "") -> ThreadBoard:
         """Return the board `name` of `members`."""
-        slots = {rank: self._slots.members[rank] for rank in members}
         key = self._slots.epoch, tuple(members), name
-        return ThreadBoard(key, self.topology.rank, self._world, slots)
+        return ThreadBoard(key, self.topology.rank, self._world, self._slots.members)
 
     def close_board(self, board: Board) -> None:
         """Leave the board; it ends with its last member."""
@@ -157,11 +157,7 @@ class ThreadBackend(Backend):
                 del self._world.boards[key]
 
     def wait_any(
-        self,
-        boards: Sequence[Board],
-        ready: Callable[[], bool],
-        timeout: float | None = None,
-        call: str = "",
+        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None, call: str
     ) -> bool:
         """Run other ranks until ``ready()``, one of these boards is broken, or the time is up."""
         own = [board for board in boards if isinstance(board, ThreadBoard)]
@@ -303,17 +299,11 @@ class ThreadBoard(Board):
 
     virtual_time = True
 
-    def __init__(
-        self,
-        key: tuple[int, tuple[int, ...], str],
-        rank: int,
-        world: SharedWorld,
-        slots: Mapping[int, int],
-    ) -> None:
+    def __init__(self, key: _BoardKey, rank: int, world: SharedWorld, slots: Sequence[int]) -> None:
         _, members, name = key
         super().__init__(members, name)
         self.rank = rank  #: whose view of the board this is
-        self._slots = slots  # by member
+        self._slots = slots  # by rank
         self._own = slots[rank]
         self._world = world
         self._scheduler = world.scheduler

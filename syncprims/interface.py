@@ -515,17 +515,13 @@ class Backend(ABC):
         """
 
     def wait_any(
-        self,
-        boards: Sequence[Board],
-        ready: Callable[[], bool],
-        timeout: float | None = None,
-        call: str = "",
+        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None, call: str
     ) -> bool:
         """Return whether ``ready()``, once it is or after `timeout` seconds.
 
         `ready` reads the statuses of `boards`: so a rank waits for the first of several notes, in
-        `call` if the user has made one. It may return False earlier, when a board of these is
-        broken. Optional: by default this looks again and again, with growing pauses.
+        `call`, which is empty if the user has made none. It may return False earlier, when a board
+        of these is broken. Optional: by default this looks again and again, with growing pauses.
         """
         begin = time.monotonic()
         pause = 0.0

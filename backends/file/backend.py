@@ -80,7 +80,7 @@ class FileBackend(Backend):
                 self._base.close()
                 raise
         self.slots = self.file_slots = FileSlots(
-            self.liveness, size, self.begin_epoch, elastic=settings.elastic
+            self.liveness, self.begin_epoch, elastic=settings.elastic
         )
 
     @classmethod
@@ -119,7 +119,7 @@ class FileBackend(Backend):
     def board(self, members: Sequence[int], name: str = "") -> SharedMemoryBoard:
         """Return the board of `members`, creating it if this is the first of them."""
         slots = [self.file_slots.members[rank] for rank in members]
-        return self.open_board(members, name, self.file_of(members, name), slots, members)
+        return self.open_board(members, name, slots, members)
 
     def close_board(self, board: Board) -> None:
         """Unmap the board; the last member that does it removes its files."""
@@ -147,18 +147,15 @@ class FileBackend(Backend):
                     directory.remove(name)
 
     def open_board(
-        self,
-        members: Sequence[int],
-        name: str,
-        file: str,
-        slots: Sequence[int],
-        everywhere: Sequence[int],
+        self, members: Sequence[int], name: str, slots: Sequence[int], everywhere: Sequence[int]
     ) -> SharedMemoryBoard:
-        """Return the board `name`, in `file`, of members whose liveness slots are `slots`.
+        """Return the board `name` of members whose liveness slots are `slots`.
 
         They are this host's part of those that are members `everywhere`.
         """
         description = BoardDescription(format_ranks(everywhere), format_ranks(members))
+        file = self.file_of(everywhere, name)
+        file += "-here" if len(members) < len(everywhere) else ""
         with self.locked_directory() as directory:
             board = SharedMemoryBoard(file, members, self.liveness, slots, name)
             describe(directory, file + OF_BOARD, description)

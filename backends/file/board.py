@@ -55,12 +55,7 @@ class SharedMemoryBoard(Board):
     seen_outside = True
 
     def __init__(
-        self,
-        file: str,
-        members: Sequence[int],
-        liveness: Liveness,
-        slots: Sequence[int],
-        name: str = "",
+        self, file: str, members: Sequence[int], liveness: Liveness, slots: Sequence[int], name: str
     ) -> None:
         """Open the board, creating it if this is the first member; under the run's lock.
 

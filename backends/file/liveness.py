@@ -53,12 +53,7 @@ class Liveness:
     """The slots of one world, as one of its ranks uses them. Made under the run's lock."""
 
     def __init__(
-        self,
-        directory: PrivateDirectory,
-        rank: int | None,
-        world_size: int,
-        *,
-        elastic: bool = False,
+        self, directory: PrivateDirectory, rank: int | None, world_size: int, *, elastic: bool
     ) -> None:
         """Take the slot of `rank`; with None a new one, as a process that joins later.
 
@@ -67,7 +62,7 @@ class Liveness:
         :raises OSError: if the file cannot be written, as on a full disk.
         """
         self.directory = directory  #: of the world
-        self._world_size = world_size  # when it began
+        self.world_size = world_size  #: when it began
         self._watches: dict[int, ProcessWatch] = {}
         self._finished_at: dict[int, float] = {}
         self._ended: dict[int, tuple[State, str, bytes]] = {}  # final states
@@ -132,7 +127,7 @@ class Liveness:
 
     def count_slots(self) -> int:
         """Return how many slots there are, with those of processes that have joined later."""
-        return self._world_size + int.from_bytes(self._memory[_TAKEN_AT : _TAKEN_AT + 4])
+        return self.world_size + int.from_bytes(self._memory[_TAKEN_AT : _TAKEN_AT + 4])
 
     def watch_all(self) -> None:
         """Watch every other rank, while all are known to live."""

@@ -15,13 +15,9 @@ class FileSlots(Slots):
     """The liveness slots of a world."""
 
     def __init__(
-        self,
-        liveness: Liveness,
-        size: int,
-        begin_epoch: Callable[[int, Topology], None],
-        *,
-        elastic: bool,
+        self, liveness: Liveness, begin_epoch: Callable[[int, Topology], None], *, elastic: bool
     ) -> None:
+        size = liveness.world_size
         self.members = tuple(range(size))
         self.own = liveness.rank
         self.most = size

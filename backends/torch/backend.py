@@ -223,10 +223,10 @@ class TorchBackend(Backend):
         here = self._connection.ranks
         local = [rank for rank in members if rank in here]
         slots = [self._local.file_slots.members[here.index(rank)] for rank in local]
-        file = self._local.file_of(members, name)
+        own = self._local.open_board(local, name, slots, members)
         if len(local) == len(members):
-            return self._local.open_board(local, name, file, slots, members)
-        own = self._local.open_board(local, name, f"{file}-here", slots, members)
+            return own
+        file = self._local.file_of(members, name)
         with self._local.locked_directory():
             board = TwoLevelBoard(members, file, own, self._connection)
         placement = self._placement

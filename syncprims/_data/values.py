@@ -339,11 +339,8 @@ class _Broadcast(_PreparedCall):
             write = partial(self.write, packed)
             return self.header, lambda _: copy_into(rounds, out, value), write
         sequence = RoundSequence(rounds, self.note, timeout)
-        return (
-            self.header._replace(mark=Mark.MORE),
-            partial(_send, sequence, value, out, [value]),
-            None,
-        )
+        header = self.header._replace(mark=Mark.MORE)
+        return header, partial(_send, sequence, value, out, [value]), None
 
     @staticmethod
     def first_of_any(sequence: RoundSequence, obj: Any, out: Any) -> _FirstRound:
@@ -478,7 +475,7 @@ class _Reduction(_PreparedCall):
         # The mark says that a round follows, in which all learn if one member cannot go on.
         mark = Mark.MORE if arrays or holds_pickle(payload) else Mark.NONE
         posted = Note(note.label, mark, payload)
-        return posted, partial(_reduce_any, sequence, arrays, value, op, out), None
+        return posted, partial(_reduce_any, sequence, arrays, op, out), None
 
     def _read(self, timeout: float | None, value: Any, out: Any, notes: Sequence[Note]) -> Any:
         is_in_all = self._is_in_all(notes)
@@ -488,7 +485,7 @@ class _Reduction(_PreparedCall):
             return copy_into(self._rounds, out, result)
         sequence = RoundSequence(self._rounds, self.note, timeout)
         if not is_in_all:
-            return _reduce_any(sequence, None, value, self._op, out, notes)
+            return _reduce_any(sequence, [value], self._op, out, notes)
         layout: Any = self.layout  # of an array
         place = None if out is None or not may_fill(out, value) else out
         result = sequence.attempt(lambda: layout.room_for(self._op, place))
@@ -515,19 +512,13 @@ def all_reduce(
 
 
 def _reduce_any(
-    sequence: RoundSequence,
-    arrays: list[Any] | None,
-    value: Any,
-    op: str,
-    out: Any,
-    notes: Sequence[Note],
+    sequence: RoundSequence, mine: list[Any], op: str, out: Any, notes: Sequence[Note]
 ) -> Any:
     """Return the reduction of values that may differ in kind, or raise how they differ.
 
-    `arrays` are those of this rank that follow; None if it has not encoded its value.
+    `mine` are this rank's arrays that follow: its very value, if it has not encoded that.
     """
     rounds = sequence.rounds
-    mine = [value] if arrays is None else arrays
     operands: list[Operand] = []
 
     def add_operand(values: list[Any]) -> Any:

@@ -60,17 +60,13 @@ class Background:
         """Return as ``board.collect(limit)``, and go on with all tasks meanwhile."""
         notes = board.collect(0.0)
         if notes is None:
-            if not self.wait_any([board], lambda: _is_settled(board), limit):
+            if not self.wait_any([board], lambda: _is_settled(board), limit, ""):
                 return None
             notes = board.collect(0.0)
         return notes
 
     def wait_any(
-        self,
-        boards: Sequence[Board],
-        ready: Callable[[], bool],
-        timeout: float | None,
-        call: str = "",
+        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None, call: str
     ) -> bool:
         """Return as :meth:`Backend.wait_any`, and go on with all tasks meanwhile."""
         if not self.tasks:

@@ -105,8 +105,8 @@ def _probed_backend(cls: Any) -> type[Any]:
             self,
             boards: Sequence[Board],
             ready: Callable[[], bool],
-            timeout: float | None = None,
-            call: str = "",
+            timeout: float | None,
+            call: str,
         ) -> bool:
             """Wait for the first of several notes; a rank that is killed meanwhile ends."""
             probe = self.probe
