@@ -24,6 +24,7 @@ from syncprims.interface import (
     Status,
     Topology,
     Window,
+    ends_round,
 )
 
 _ENDS, _JOINS = "ends", "joins"  # what ranks access
@@ -373,10 +374,7 @@ class ThreadBoard(Board):
             return False
         missing, slots = self.missing(), self._slots
         states = ((member, self._world.state(slots[member])[0]) for member in self.members)
-        return any(
-            state in ("lost", "failed") or (state == "finished" and member in missing)
-            for member, state in states
-        )
+        return any(ends_round(state, member in missing) for member, state in states)
 
     def _settled(self) -> bool:
         return self._is_complete() or self._is_in_vain()

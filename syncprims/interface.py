@@ -22,7 +22,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 __all__ = [  # noqa: RUF022 - in the order of this file
     "UNKNOWN", "Topology", "Settings", "own_device_index",
     "Label", "MARKS", "Mark", "Note",
-    "State", "Status", "Window", "WaitView", "Engine", "DeviceEngine", "Board", "Slots", "Backend",
+    "State", "ends_round", "Status", "Window", "WaitView", "Engine", "DeviceEngine",
+    "Board", "Slots", "Backend",
 ]  # fmt: skip
 
 
@@ -201,6 +202,11 @@ _WAIT_ANY_PAUSE = 0.005  # seconds, at most, between two looks at several boards
 _WAIT_ANY_INFORM = 0.01  # seconds after which their statuses are updated before each look
 
 State = Literal["unknown", "alive", "finished", "failed", "lost"]
+
+
+def ends_round(state: State, missing: bool) -> bool:
+    """Return whether a round never completes, with a member in this state whose note is missing."""
+    return state in ("lost", "failed") or (state == "finished" and missing)
 
 
 class Status(NamedTuple):

@@ -23,13 +23,7 @@ from typing import ClassVar
 import filelock
 
 from syncprims import errors
-from syncprims.errors import (
-    BackendUnavailable,
-    ConfigurationError,
-    PeerLost,
-    SyncError,
-    format_ranks,
-)
+from syncprims.errors import BackendUnavailable, ConfigurationError, PeerLost, SyncError
 from syncprims.interface import UNKNOWN, Backend, Board, Settings, Topology
 
 from .board import SharedMemoryBoard, abort_from_outside
@@ -66,9 +60,8 @@ class FileBackend(Backend):
         super().__init__(topology, settings)
         self._run_path = _run_path(topology, settings)
         size = topology.world_size
-        self._description = description or WorldDescription(
-            topology.run_id or self._run_path.name, self.name, size, format_ranks(range(size))
-        )
+        run_id, ranks = topology.run_id or self._run_path.name, errors.format_ranks(range(size))
+        self._description = description or WorldDescription(run_id, self.name, size, ranks)
         self._boards: list[SharedMemoryBoard] = []
         self.liveness: Liveness  #: of this world
         with self._explained_os_errors():
@@ -153,7 +146,7 @@ class FileBackend(Backend):
 
         They are this host's part of those that are members `everywhere`.
         """
-        description = BoardDescription(format_ranks(everywhere), format_ranks(members))
+        description = BoardDescription(*map(errors.format_ranks, (everywhere, members)))
         file = self.file_of(everywhere, name)
         file += "-here" if len(members) < len(everywhere) else ""
         with self.locked_directory() as directory:
@@ -213,7 +206,7 @@ class FileBackend(Backend):
         self.publish(b"")
         if description is None:
             size = topology.world_size
-            ranks = format_ranks(range(size))
+            ranks = errors.format_ranks(range(size))
             description = self._description._replace(world_size=size, ranks=ranks)
         self._description = description._replace(slots=self.file_slots.members)
         if topology.rank == 0:  # what it cannot remove now goes with the world

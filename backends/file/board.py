@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from syncprims.interface import MARKS, Board, Label, Note, Status, WaitView, Window
+from syncprims.interface import MARKS, Board, Label, Note, Status, WaitView, Window, ends_round
 
 from .abort import Aborts
 from .claims import Claims
@@ -278,10 +278,7 @@ class SharedMemoryBoard(Board):
             return False
         words = WORD.iter_unpack(self._memory[self._rows[number % CELLS]])
         absent = {slot for slot, word in zip(self.slots, words, strict=True) if word[0] != number}
-        return any(
-            state in ("lost", "failed") or (state == "finished" and slot in absent)
-            for slot, state in ended
-        )
+        return any(ends_round(state, slot in absent) for slot, state in ended)
 
     def notes(self, number: int) -> tuple[Note, ...] | None:
         """Return the notes of round `number`, or None while one is missing or not whole."""

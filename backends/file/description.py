@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .private_dir import PrivateDirectory
+if TYPE_CHECKING:  # Windows, where others read it, has no such module
+    from .private_dir import PrivateDirectory
 
 FILE = "world"  #: that of the world
 OF_BOARD = "-about"  #: the end of the name of a board's, after the board's own

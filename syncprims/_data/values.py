@@ -132,15 +132,14 @@ def _encode(rounds: Rounds, label: Label, obj: object, **options: Any) -> bytes:
     try:
         return codec.encode(obj, allow_pickle=rounds.settings.pickle, **options)
     except EncodingError as error:
-        name_call(rounds, label, error)
+        _name_call(rounds, label, error)
         raise
 
 
-def name_call(rounds: Rounds, label: Label, error: BaseException, about: str = "") -> None:
+def _name_call(rounds: Rounds, label: Label, error: EncodingError, about: str = "") -> None:
     """Add the call, and what it is about, to an error that says why an object cannot travel."""
-    if isinstance(error, EncodingError):
-        error.call, error.rank = str(label), rounds.rank
-        error.args = (f"{label}: {about}{error}",)
+    error.call, error.rank = str(label), rounds.rank
+    error.args = (f"{label}: {about}{error}",)
 
 
 def _decode(sequence: RoundSequence, src: int, payload: bytes, out_of_band: Any = None) -> Any:
@@ -154,7 +153,7 @@ def _decode(sequence: RoundSequence, src: int, payload: bytes, out_of_band: Any 
             local_rank=rounds.local_rank,
         )
     except EncodingError as error:
-        name_call(rounds, sequence.note.label, error, f"what rank {src} has sent: ")
+        _name_call(rounds, sequence.note.label, error, f"what rank {src} has sent: ")
         raise
 
 

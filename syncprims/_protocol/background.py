@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from syncprims.errors import SyncError
-from syncprims.interface import Backend, Board, Note
+from syncprims.interface import Backend, Board, Note, ends_round
 
 
 class Task(Protocol):
@@ -90,9 +90,6 @@ def _is_settled(board: Board) -> bool:
     if board.verdict() is not None:
         return True
     seen = [board.status(member) for member in board.members]
-    missing = [status.state for status in seen if status.rounds <= board.collected]
-    return (
-        not missing
-        or "finished" in missing
-        or any(status.state in ("lost", "failed") for status in seen)
-    )
+    missing = [status.rounds <= board.collected for status in seen]
+    ended = any(ends_round(s.state, absent) for s, absent in zip(seen, missing, strict=True))
+    return ended or not any(missing)

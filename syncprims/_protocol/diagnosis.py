@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from syncprims import errors
 from syncprims.errors import CollectiveMismatch, SyncError
-from syncprims.interface import Label, Status
+from syncprims.interface import Label, Status, ends_round
 
 from .call_site import warn_user
 
@@ -115,8 +115,7 @@ class Snapshot:
             error.missing = [  # will never come (again)
                 rank
                 for rank, status in self._seen.items()
-                if status.state in ("lost", "failed")
-                or (status.state == "finished" and rank in self.missing)
+                if ends_round(status.state, rank in self.missing)
             ]
             gone = {*error.missing, *self.missing}
             error.arrived = [rank for rank in self._seen if rank not in gone]

@@ -29,7 +29,7 @@ from . import launchers
 from .exit_hooks import ExitHooks, reason
 from .group import Group, entered
 from .membership import await_admission, is_joining, join_epoch, reform
-from .nodes import place_on_nodes
+from .nodes import place_on_nodes, without_nodes
 from .registry import choose_backend, find_end_recorder
 from .settings import derive_store, find_misspelt, read_settings
 from .world import (
@@ -283,11 +283,7 @@ def _find_topology(environ: Mapping[str, str]) -> Topology:
             raise
     run_id = environ.get("SYNCPRIMS_RUN_ID") or None
     place = Topology(group.rank(), group.size(), launcher="torch.distributed", run_id=run_id)
-    if place.world_size == 1:
-        return place
-    return place._replace(
-        local_rank=UNKNOWN, local_world_size=UNKNOWN, node_rank=UNKNOWN, num_nodes=UNKNOWN
-    )
+    return place if place.world_size == 1 else without_nodes(place)
 
 
 def _get_process_group() -> Any:

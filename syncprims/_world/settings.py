@@ -112,11 +112,8 @@ def derive_store(environ: Mapping[str, str], topology: Topology) -> tuple[str, i
     names = ("SLURM_STEP_NODELIST",) if own_step else ()  # of others: what started their daemons
     names = (*names, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next((environ[name] for name in names if environ.get(name)), None)
-    if (
-        topology.num_nodes == 1
-        or nodes is None
-        or topology.launcher in ("none", "torch.distributed")
-    ):
+    is_started = topology.launcher not in ("none", "torch.distributed")
+    if nodes is None or topology.num_nodes == 1 or not is_started:
         return None
     first, here = _find_first_node(nodes), environ.get("SLURMD_NODENAME")
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")

@@ -25,10 +25,10 @@ from syncprims._protocol.deadlock import DeadlockDetector
 from syncprims._protocol.rounds import DEADLOCK_SEARCH, Rounds, RoundSequence
 from syncprims._protocol.validation import whole_number
 from syncprims.errors import ConfigurationError, SyncError
-from syncprims.interface import UNKNOWN, Backend, Board, Note, Settings, Topology
+from syncprims.interface import Backend, Board, Note, Settings, Topology
 
 from .group import Group, close_group, rounds_of
-from .nodes import SaidPlace, identify_host, number_nodes, place_on_nodes
+from .nodes import SaidPlace, identify_host, number_nodes, place_on_nodes, without_nodes
 
 #: Seconds after which a wait ends where the backend cannot distinguish a dead rank from a slow one.
 BLIND_TIMEOUT = 1800.0
@@ -79,14 +79,8 @@ class Epoch(NamedTuple):
 
     def topology(self, slot: int, before: Topology) -> Topology:
         """Return the topology of the process of `slot`; its hosts are not known yet."""
-        return before._replace(
-            rank=self.rank(slot),
-            world_size=len(self.members),
-            local_rank=UNKNOWN,
-            local_world_size=UNKNOWN,
-            node_rank=UNKNOWN,
-            num_nodes=UNKNOWN,
-        )
+        topology = before._replace(rank=self.rank(slot), world_size=len(self.members))
+        return without_nodes(topology)
 
     @property
     def slots(self) -> tuple[int, ...]:

@@ -477,7 +477,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         rooms = list(empty_array(own, (len(parts), len(own)), own.dtype))
         self._exchange(note, options, parts, rooms)
         with OutputTensors(output) as (out,):
-            combine(self._by_index(rooms), op, out)
+            combine(self._by_index(rooms), out, op)
 
     # -- all-to-all -----------------------------------------------------------------------------
 

@@ -64,19 +64,15 @@ _OLD_NAMES = {
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-def missing(name: str) -> BackendUnavailable:
-    """Return the error of a torch that lacks what this package needs."""
-    return BackendUnavailable(
-        f"torch {torch.__version__} has no {name}, which the c10d backend {NAME!r} needs: use a "
-        f"version that docs/concepts/c10d.md names. The rest of syncprims works"
-    )
-
-
 def _find(module: Any, name: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        raise missing(f"{module.__name__}.{name}") from None
+        raise BackendUnavailable(
+            f"torch {torch.__version__} has no {module.__name__}.{name}, which the c10d backend "
+            f"{NAME!r} needs: use a version that docs/concepts/c10d.md names. The rest of "
+            f"syncprims works"
+        ) from None
 
 
 def c10d() -> Any:
