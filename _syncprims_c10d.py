@@ -6,10 +6,12 @@ imports torch would have to wait for. A process group of that backend imports it
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
 _NAME = "syncprims"
+_serving = contextlib.ExitStack()  # never closed: for as long as this process lives
 
 
 def register() -> None:
@@ -24,9 +26,9 @@ def register() -> None:
         return
     dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     if serve == "1":
-        from syncprims.c10d.torch_internals import replace_group_maker
+        from syncprims.c10d.torch_internals import serve_every_backend
 
-        replace_group_maker()
+        _serving.enter_context(serve_every_backend())
 
 
 def _create(options: Any, backend_options: object = None) -> Any:

@@ -7,7 +7,7 @@ and whether a rank can ever continue is known and not guessed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal, NoReturn, Protocol
@@ -24,9 +24,11 @@ from syncprims.interface import (
     Status,
     Topology,
     Window,
+    ends_round,
 )
 
 _ENDS, _JOINS = "ends", "joins"  # what ranks access
+_BoardKey = tuple[int, tuple[int, ...], str]  # epoch, members, name
 _SMALL_SLOT = 1024  # bytes for the small values of a member in each of two rounds
 
 
@@ -61,8 +63,7 @@ class SharedWorld:
     def __init__(self, scheduler: RankScheduler, slots: Sequence[int]) -> None:
         self.scheduler = scheduler
         self.slots = tuple(slots)  #: by rank, in the newest epoch
-        #: by epoch, members, name, and how many such boards were closed before
-        self.boards: dict[tuple[int, tuple[int, ...], str, int], _SharedBoard] = {}
+        self.boards: dict[_BoardKey, _SharedBoard] = {}
         #: Where a thread waits; with the call if it waits for the first of several notes.
         self.waiting: dict[ThreadBoard | _ReformWait, str] = {}
         #: of each slot: the state, how it ended, and the failure it left
@@ -124,7 +125,6 @@ class ThreadBackend(Backend):
             self.check(topology, settings)
         super().__init__(topology, settings)
         self._world = world
-        self._closed: dict[tuple[tuple[int, ...], str], int] = {}  # boards, by members and name
         self.host = str(topology.node_rank)  # that a test pretends
         self.slots = self._slots = ThreadSlots(self, world, slot)
         world.states[slot] = "alive", "", b""
@@ -145,29 +145,20 @@ class ThreadBackend(Backend):
 
     def board(self, members: Sequence[int], name: str = "") -> ThreadBoard:
         """Return the board `name` of `members`."""
-        closed = self._closed.get((tuple(members), name), 0)
-        slots = {rank: self._slots.members[rank] for rank in members}
-        key = self._slots.epoch, tuple(members), name, closed
-        return ThreadBoard(key, self.topology.rank, self._world, slots)
+        key = self._slots.epoch, tuple(members), name
+        return ThreadBoard(key, self.topology.rank, self._world, self._slots.members)
 
-    def close_board(self, board: Board) -> bool:
-        """Leave the board; its members meet at a new one."""
-        closed = self._closed.get((board.members, board.name), 0)
-        key = self._slots.epoch, board.members, board.name, closed
+    def close_board(self, board: Board) -> None:
+        """Leave the board; it ends with its last member."""
+        key = self._slots.epoch, board.members, board.name
         shared = self._world.boards.get(key)  # None: others are in a new epoch
         if shared is not None:
             shared.left += 1
             if shared.left == len(board.members):
                 del self._world.boards[key]
-        self._closed[board.members, board.name] = closed + 1
-        return True
 
     def wait_any(
-        self,
-        boards: Sequence[Board],
-        ready: Callable[[], bool],
-        timeout: float | None = None,
-        call: str = "",
+        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None, call: str
     ) -> bool:
         """Run other ranks until ``ready()``, one of these boards is broken, or the time is up."""
         own = [board for board in boards if isinstance(board, ThreadBoard)]
@@ -204,7 +195,6 @@ class ThreadBackend(Backend):
         """Use the boards of this epoch from now on."""
         for key in [key for key in self._world.boards if key[0] < epoch]:
             del self._world.boards[key]
-        self._closed.clear()
         self.topology = topology
         self._world.slots = self._slots.members
         self.publish(b"")
@@ -312,17 +302,11 @@ class ThreadBoard(Board):
 
     virtual_time = True
 
-    def __init__(
-        self,
-        key: tuple[int, tuple[int, ...], str, int],
-        rank: int,
-        world: SharedWorld,
-        slots: Mapping[int, int],
-    ) -> None:
-        _, members, name, _ = key
+    def __init__(self, key: _BoardKey, rank: int, world: SharedWorld, slots: Sequence[int]) -> None:
+        _, members, name = key
         super().__init__(members, name)
         self.rank = rank  #: whose view of the board this is
-        self._slots = slots  # by member
+        self._slots = slots  # by rank
         self._own = slots[rank]
         self._world = world
         self._scheduler = world.scheduler
@@ -392,10 +376,7 @@ class ThreadBoard(Board):
             return False
         missing, slots = self.missing(), self._slots
         states = ((member, self._world.state(slots[member])[0]) for member in self.members)
-        return any(
-            state in ("lost", "failed") or (state == "finished" and member in missing)
-            for member, state in states
-        )
+        return any(ends_round(state, member in missing) for member, state in states)
 
     def _settled(self) -> bool:
         return self._is_complete() or self._is_in_vain()

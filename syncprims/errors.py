@@ -290,11 +290,9 @@ def load(data: bytes) -> SyncError:
         )
 
 
-_CLASSES: list[type[SyncError]] = [SyncError, *SyncError.__subclasses__()]
-_KINDS = {kind.__name__: kind for kind in _CLASSES}
-for _kind in _KINDS.values():
+_KINDS: dict[str, type[SyncError]] = {kind.__name__: kind for kind in SyncError.__subclasses__()}
+for _kind in (SyncError, SyncWarning, *_KINDS.values()):
     _kind.__module__ = "syncprims"  # tracebacks show the name that users import
-SyncWarning.__module__ = "syncprims"
 
 
 def install(extra: str) -> str:

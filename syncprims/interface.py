@@ -22,7 +22,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 __all__ = [  # noqa: RUF022 - in the order of this file
     "UNKNOWN", "Topology", "Settings", "own_device_index",
     "Label", "MARKS", "Mark", "Note",
-    "State", "Status", "Window", "WaitView", "Engine", "DeviceEngine", "Board", "Slots", "Backend",
+    "State", "ends_round", "Status", "Window", "WaitView", "Engine", "DeviceEngine",
+    "Board", "Slots", "Backend",
 ]  # fmt: skip
 
 
@@ -201,6 +202,11 @@ _WAIT_ANY_PAUSE = 0.005  # seconds, at most, between two looks at several boards
 _WAIT_ANY_INFORM = 0.01  # seconds after which their statuses are updated before each look
 
 State = Literal["unknown", "alive", "finished", "failed", "lost"]
+
+
+def ends_round(state: State, missing: bool) -> bool:
+    """Return whether a round never completes, with a member in this state whose note is missing."""
+    return state in ("lost", "failed") or (state == "finished" and missing)
 
 
 class Status(NamedTuple):
@@ -506,30 +512,24 @@ class Backend(ABC):
         """Return the board `name` of the group of `members`.
 
         Boards of other names, or of other members, have rounds of their own. Called once for each
-        name on each of the members. After :meth:`close_board` it may be called again.
+        name on each of the members.
         """
 
-    def close_board(self, board: Board) -> bool:
-        """Release what this rank holds of `board`, and return True; it makes no other call there.
+    def close_board(self, board: Board) -> None:  # noqa: B027 - optional
+        """Release what this rank holds of `board`; it makes no other call there.
 
         Others may still collect earlier rounds: what the members share ends with the last one that
-        calls this. :meth:`board` then returns a new one for the same members. Optional: by default
-        nothing happens, and the same board is used again.
+        calls this. Optional.
         """
-        return False
 
     def wait_any(
-        self,
-        boards: Sequence[Board],
-        ready: Callable[[], bool],
-        timeout: float | None = None,
-        call: str = "",
+        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None, call: str
     ) -> bool:
         """Return whether ``ready()``, once it is or after `timeout` seconds.
 
         `ready` reads the statuses of `boards`: so a rank waits for the first of several notes, in
-        `call` if the user has made one. It may return False earlier, when a board of these is
-        broken. Optional: by default this looks again and again, with growing pauses.
+        `call`, which is empty if the user has made none. It may return False earlier, when a board
+        of these is broken. Optional: by default this looks again and again, with growing pauses.
         """
         begin = time.monotonic()
         pause = 0.0

@@ -11,7 +11,6 @@ a killed world left behind is removed by the next one: the locks of its slots ar
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hashlib
 import os
@@ -24,13 +23,7 @@ from typing import ClassVar
 import filelock
 
 from syncprims import errors
-from syncprims.errors import (
-    BackendUnavailable,
-    ConfigurationError,
-    PeerLost,
-    SyncError,
-    format_ranks,
-)
+from syncprims.errors import BackendUnavailable, ConfigurationError, PeerLost, SyncError
 from syncprims.interface import UNKNOWN, Backend, Board, Settings, Topology
 
 from .board import SharedMemoryBoard, abort_from_outside
@@ -38,7 +31,7 @@ from .description import FILE as DESCRIPTION
 from .description import OF_BOARD, BoardDescription, WorldDescription, describe
 from .early_ends import EarlyEnd, RankRecord, read_records, record_rank, remove_records
 from .filesystems import refuse_remote, refuse_useless_locks
-from .liveness import Liveness, joined, world_size_of
+from .liveness import PUBLISHED, Liveness, joined, world_size_of
 from .private_dir import PrivateDirectory, base_path, cure_for
 from .slots import FileSlots
 
@@ -67,11 +60,9 @@ class FileBackend(Backend):
         super().__init__(topology, settings)
         self._run_path = _run_path(topology, settings)
         size = topology.world_size
-        self._description = description or WorldDescription(
-            topology.run_id or self._run_path.name, self.name, size, format_ranks(range(size))
-        )
+        run_id, ranks = topology.run_id or self._run_path.name, errors.format_ranks(range(size))
+        self._description = description or WorldDescription(run_id, self.name, size, ranks)
         self._boards: list[SharedMemoryBoard] = []
-        self._closed = collections.Counter[tuple[tuple[int, ...], str]]()  # boards: members, name
         self.liveness: Liveness  #: of this world
         with self._explained_os_errors():
             self._base = PrivateDirectory.open(self._run_path.parent)
@@ -82,7 +73,7 @@ class FileBackend(Backend):
                 self._base.close()
                 raise
         self.slots = self.file_slots = FileSlots(
-            self.liveness, size, self.begin_epoch, elastic=settings.elastic
+            self.liveness, self.begin_epoch, elastic=settings.elastic
         )
 
     @classmethod
@@ -93,17 +84,16 @@ class FileBackend(Backend):
     @classmethod
     def record_end(cls, topology: Topology, settings: Settings, how: str | None) -> None:
         """Record in the directory of the run that a rank has ended, or is about to."""
-        record = RankRecord.seen(how) if how is not None else None
-        if record is None:
-            record = RankRecord.own(joined=bool(settings.first_call), ends=True)
+        record = RankRecord.own(joined=bool(settings.first_call), ends=True)
+        if how is not None:
+            record = RankRecord.seen(how)
         if record is None:
             return
+        here = topology.local_world_size
+        here = topology.world_size if here == UNKNOWN else here
         with _opened_run(topology, settings) as (base, run):
             record_rank(run, topology.rank, record)
-            ranks = topology.local_world_size
-            if how is None and len(read_records(run)) == (
-                topology.world_size if ranks < 1 else ranks
-            ):
+            if how is None and len(read_records(run)) == here:
                 remove_records(run)  # no rank of this host is left to read them
                 _remove_ended(base, run)
 
@@ -122,17 +112,15 @@ class FileBackend(Backend):
     def board(self, members: Sequence[int], name: str = "") -> SharedMemoryBoard:
         """Return the board of `members`, creating it if this is the first of them."""
         slots = [self.file_slots.members[rank] for rank in members]
-        return self.open_board(members, name, self.file_of(members, name), slots, members)
+        return self.open_board(members, name, slots, members)
 
-    def close_board(self, board: Board) -> bool:
+    def close_board(self, board: Board) -> None:
         """Unmap the board; the last member that does it removes its files."""
         self.release(board.members, board)
-        return True
 
     def file_of(self, members: Sequence[int], name: str) -> str:
-        """Return the file of the board of `members`: a new one after each that was closed."""
-        closed = self._closed[tuple(members), name]
-        return board_file(members, name, closed, self.file_slots.epoch)
+        """Return the file of the board of `members` in this epoch."""
+        return board_file(members, name, self.file_slots.epoch)
 
     def release(self, members: Sequence[int], board: Board) -> None:
         """Close `board`, this host's part of that of `members`.
@@ -143,7 +131,6 @@ class FileBackend(Backend):
         self._boards.remove(board)
         board.close()
         file = self.file_of(members, board.name)
-        self._closed[tuple(members), board.name] += 1
         # Without room or lock they are removed with the world.
         with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:
             directory.write(f"{file}-left-{board.rank}", b"")
@@ -153,18 +140,15 @@ class FileBackend(Backend):
                     directory.remove(name)
 
     def open_board(
-        self,
-        members: Sequence[int],
-        name: str,
-        file: str,
-        slots: Sequence[int],
-        everywhere: Sequence[int],
+        self, members: Sequence[int], name: str, slots: Sequence[int], everywhere: Sequence[int]
     ) -> SharedMemoryBoard:
-        """Return the board `name`, in `file`, of members whose liveness slots are `slots`.
+        """Return the board `name` of members whose liveness slots are `slots`.
 
         They are this host's part of those that are members `everywhere`.
         """
-        description = BoardDescription(format_ranks(everywhere), format_ranks(members))
+        description = BoardDescription(*map(errors.format_ranks, (everywhere, members)))
+        file = self.file_of(everywhere, name)
+        file += "-here" if len(members) < len(everywhere) else ""
         with self.locked_directory() as directory:
             board = SharedMemoryBoard(file, members, self.liveness, slots, name)
             describe(directory, file + OF_BOARD, description)
@@ -205,11 +189,11 @@ class FileBackend(Backend):
 
     def publish(self, word: bytes) -> None:
         """Make `word` readable for others."""
-        self.liveness.publish(word)
+        self.liveness.write(PUBLISHED, word)
 
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`."""
-        return self.liveness.published(self.file_slots.members[rank])
+        return self.liveness.read(self.file_slots.members[rank], PUBLISHED)
 
     def begin_epoch(
         self, epoch: int, topology: Topology, description: WorldDescription | None = None
@@ -218,17 +202,13 @@ class FileBackend(Backend):
         for board in self._boards:
             board.close()
         self._boards.clear()
-        self._closed.clear()
         self.topology = topology
         self.publish(b"")
-        size = topology.world_size
-        self._description = (description or self._description)._replace(
-            slots=self.file_slots.members
-        )
         if description is None:
-            self._description = self._description._replace(
-                world_size=size, ranks=format_ranks(range(size))
-            )
+            size = topology.world_size
+            ranks = errors.format_ranks(range(size))
+            description = self._description._replace(world_size=size, ranks=ranks)
+        self._description = description._replace(slots=self.file_slots.members)
         if topology.rank == 0:  # what it cannot remove now goes with the world
             with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:
                 ours = board_prefix(epoch)
@@ -328,10 +308,8 @@ class FileBackend(Backend):
             return ConfigurationError(
                 f"rank {rank} of this run is taken by another living process, in "
                 f"{self._run_path}: give every process its own rank, and every run its own "
-                f"SYNCPRIMS_RUN_ID. If a rank started this process, or this process started the "
-                f"other one, only one of the two can be the rank: start the other one without the "
-                f"variables of the rank, or with its own SYNCPRIMS_RANK, SYNCPRIMS_WORLD_SIZE and "
-                f"SYNCPRIMS_RUN_ID"
+                f"SYNCPRIMS_RUN_ID. If one of the two has started the other, start that without "
+                f"the variables of the rank, or with others"
             )
         dead = [other for other, lives in alive.items() if not lives]
         who = "this process" if rank == UNKNOWN else f"rank {rank}"
@@ -468,10 +446,9 @@ def _run_path(topology: Topology, settings: Settings) -> Path:
     return base_path(settings) / f"{_PREFIX}{safe}"
 
 
-def board_file(members: Sequence[int], name: str = "", closed: int = 0, epoch: int = 0) -> str:
-    """Return the file of the board `name` of `members`, after so many of them were closed."""
-    which = tuple(members), name, closed
-    digest = hashlib.blake2b(repr(which).encode(), digest_size=6)
+def board_file(members: Sequence[int], name: str = "", epoch: int = 0) -> str:
+    """Return the file of the board `name` of `members` in an epoch."""
+    digest = hashlib.blake2b(repr((tuple(members), name)).encode(), digest_size=6)
     return board_prefix(epoch) + digest.hexdigest()
 
 
@@ -488,18 +465,16 @@ def _world_name(number: int) -> str:
 
 
 def _worlds(run: PrivateDirectory) -> list[int]:
-    return sorted(int(n[6:]) for n in run.names() if re.fullmatch(r"world-[1-9][0-9]{0,8}", n))
+    return [int(n[6:]) for n in run.names() if re.fullmatch(r"world-[1-9][0-9]{0,8}", n)]
 
 
 def _newest_world(run: PrivateDirectory) -> tuple[int, dict[int, bool]]:
     """Return the number of the newest world, and which ranks have joined it and live; 0 if none."""
-    numbers = _worlds(run)
-    return (numbers[-1], _joined(run, numbers[-1])) if numbers else (0, {})
-
-
-def _joined(run: PrivateDirectory, number: int) -> dict[int, bool]:
+    number = max(_worlds(run), default=0)
+    if not number:
+        return 0, {}
     with contextlib.closing(run.sub(_world_name(number), create=False)) as world:
-        return joined(world)
+        return number, joined(world)
 
 
 def _world_to_join(run: PrivateDirectory, rank: int, *, replaces: bool) -> str | None:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from syncprims.interface import MARKS, Board, Label, Note, Status, WaitView, Window
+from syncprims.interface import MARKS, Board, Label, Note, Status, WaitView, Window, ends_round
 
 from .abort import Aborts
 from .claims import Claims
@@ -55,12 +55,7 @@ class SharedMemoryBoard(Board):
     seen_outside = True
 
     def __init__(
-        self,
-        file: str,
-        members: Sequence[int],
-        liveness: Liveness,
-        slots: Sequence[int],
-        name: str = "",
+        self, file: str, members: Sequence[int], liveness: Liveness, slots: Sequence[int], name: str
     ) -> None:
         """Open the board, creating it if this is the first member; under the run's lock.
 
@@ -164,13 +159,13 @@ class SharedMemoryBoard(Board):
         :raises OSError: if the disk is full; then nothing is left of the file.
         """
         directory, name = self._liveness.directory, self._spill_name(self.rank, number)
-        try:
-            directory.write(name, content)
-        except OSError as error:
-            with contextlib.suppress(PermissionError):
-                directory.remove(name)
-            action = f"writing {len(content)} bytes for the other ranks"
-            raise directory.explained(error, action, name) from error
+        with directory.explained(f"writing {len(content)} bytes for the other ranks", name):
+            try:
+                directory.write(name, content)
+            except OSError:
+                with contextlib.suppress(PermissionError):
+                    directory.remove(name)
+                raise
         self._spilled.append((number, name))
 
     def _read_spilled(self, rank: int, number: int) -> bytes:
@@ -179,10 +174,8 @@ class SharedMemoryBoard(Board):
         :raises OSError: if something has removed it, or no descriptor is left.
         """
         directory, name = self._liveness.directory, self._spill_name(rank, number)
-        try:
+        with directory.explained(f"reading what rank {rank} sends", name):
             return directory.read(name)
-        except OSError as error:
-            raise directory.explained(error, f"reading what rank {rank} sends", name) from error
 
     def _spill_name(self, rank: int, number: int) -> str:
         return f"{self._file}-{rank}-{number}"
@@ -285,10 +278,7 @@ class SharedMemoryBoard(Board):
             return False
         words = WORD.iter_unpack(self._memory[self._rows[number % CELLS]])
         absent = {slot for slot, word in zip(self.slots, words, strict=True) if word[0] != number}
-        return any(
-            state in ("lost", "failed") or (state == "finished" and slot in absent)
-            for slot, state in ended
-        )
+        return any(ends_round(state, slot in absent) for slot, state in ended)
 
     def notes(self, number: int) -> tuple[Note, ...] | None:
         """Return the notes of round `number`, or None while one is missing or not whole."""

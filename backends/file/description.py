@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # Windows, where others read it, has no such module
     from .private_dir import PrivateDirectory
 
 FILE = "world"  #: that of the world

@@ -21,7 +21,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from syncprims._system.identity import ProcessIdentity, ProcessWatch, read_stat
+from syncprims._system.identity import ProcessIdentity, ProcessWatch
+from syncprims._system.processes import stat_fields
 from syncprims.errors import SyncError, describe_exit
 
 from .private_dir import PrivateDirectory
@@ -133,7 +134,7 @@ def _now() -> int:
 
 def _own_launcher() -> list[int] | None:
     pid = os.getppid()
-    fields = read_stat(pid)
+    fields = stat_fields(pid)
     # Its pid namespace cannot be read if it is another user's, as SLURM's is.
     return [pid, int(fields[19]), ProcessIdentity.own().namespace] if fields else None
 

@@ -36,10 +36,9 @@ FILE = "liveness"
 MAGIC = b"syncprims liveness 5"
 _HEADER_SIZE = 4096
 _ENTRY = struct.Struct("<BxxxIQQ")  # state, pid, start, pid namespace
-_PUBLISHED_AT, _PUBLISHED_SIZE = 64, 4096 - 64
-_FAILURE_AT, _FAILURE_SIZE = 4096, 48 * 1024
-_CALL_AT, _CALL_SIZE = _FAILURE_AT + _FAILURE_SIZE, 256
-_SLOT_SIZE = _FAILURE_AT + _FAILURE_SIZE + 4096
+#: What a rank publishes in its slot, beside its state: where it begins, and how long it may be.
+PUBLISHED, _FAILURE, CALL = (64, 4096 - 64), (4096, 48 * 1024), (52 * 1024, 256)
+_SLOT_SIZE = 56 * 1024
 _TAKEN_AT = 64  # in the header: how many slots processes have taken that joined later
 _SPARE = 64  # slots for them
 _EMPTY, _ALIVE, _FINISHED, _FAILED = range(4)
@@ -54,12 +53,7 @@ class Liveness:
     """The slots of one world, as one of its ranks uses them. Made under the run's lock."""
 
     def __init__(
-        self,
-        directory: PrivateDirectory,
-        rank: int | None,
-        world_size: int,
-        *,
-        elastic: bool = False,
+        self, directory: PrivateDirectory, rank: int | None, world_size: int, *, elastic: bool
     ) -> None:
         """Take the slot of `rank`; with None a new one, as a process that joins later.
 
@@ -68,7 +62,7 @@ class Liveness:
         :raises OSError: if the file cannot be written, as on a full disk.
         """
         self.directory = directory  #: of the world
-        self._world_size = world_size  # when it began
+        self.world_size = world_size  #: when it began
         self._watches: dict[int, ProcessWatch] = {}
         self._finished_at: dict[int, float] = {}
         self._ended: dict[int, tuple[State, str, bytes]] = {}  # final states
@@ -100,18 +94,16 @@ class Liveness:
 
     # -- this rank's slot -----------------------------------------------------------------------
 
-    def publish(self, data: bytes) -> None:
-        """Make `data` readable for others; empty if it is too long."""
-        self._write_text(_PUBLISHED_AT, _PUBLISHED_SIZE, data)
-
-    def publish_call(self, call: bytes) -> None:
-        """Publish what this process calls, for `reform`."""
-        self._write_text(_CALL_AT, _CALL_SIZE, call)
+    def write(self, what: tuple[int, int], text: bytes) -> None:
+        """Publish :data:`PUBLISHED` words, or the :data:`CALL` of `reform`; empty if too long."""
+        at, size = what
+        fits = len(text) <= size - RECORD_HEAD
+        write_record(self._memory, _slot(self.rank) + at, text if fits else b"")
 
     def publish_end(self, failure: bytes | None) -> None:
         """Publish how this rank ends."""
         if failure is not None:
-            self._write_text(_FAILURE_AT, _FAILURE_SIZE, failure)
+            self.write(_FAILURE, failure)
         self._write_state(_FINISHED if failure is None else _FAILED)
 
     def close(self) -> None:
@@ -128,17 +120,14 @@ class Liveness:
 
     # -- the others' slots ----------------------------------------------------------------------
 
-    def published(self, rank: int) -> bytes:
-        """Return the latest data that `rank` has published."""
-        return self._read_text(rank, _PUBLISHED_AT, _PUBLISHED_SIZE)
+    def read(self, rank: int, what: tuple[int, int]) -> bytes:
+        """Return the latest text of this kind that `rank` has published."""
+        at, size = what
+        return await_record(self._memory, _slot(rank) + at, size)
 
     def count_slots(self) -> int:
         """Return how many slots there are, with those of processes that have joined later."""
-        return self._world_size + int.from_bytes(self._memory[_TAKEN_AT : _TAKEN_AT + 4])
-
-    def call_of(self, rank: int) -> bytes:
-        """Return the latest call that `rank` has published."""
-        return self._read_text(rank, _CALL_AT, _CALL_SIZE)
+        return self.world_size + int.from_bytes(self._memory[_TAKEN_AT : _TAKEN_AT + 4])
 
     def watch_all(self) -> None:
         """Watch every other rank, while all are known to live."""
@@ -202,7 +191,7 @@ class Liveness:
                 return "unknown", "", b""
             return "finished" if end.joined else "lost", end.how, b""
         if after == _FAILED:
-            return "failed", "", self._read_text(rank, _FAILURE_AT, _FAILURE_SIZE)
+            return "failed", "", self.read(rank, _FAILURE)
         if after == _FINISHED:
             return self._examine_finished(rank, watch, ended)
         if gone and before == _ALIVE:
@@ -244,13 +233,6 @@ class Liveness:
         # In one piece: packing in place would clear the bytes first, and others would see that.
         at = _slot(self.rank)
         self._memory[at : at + _ENTRY.size] = _ENTRY.pack(state, *ProcessIdentity.own())
-
-    def _write_text(self, at: int, size: int, text: bytes) -> None:
-        fits = len(text) <= size - RECORD_HEAD
-        write_record(self._memory, _slot(self.rank) + at, text if fits else b"")
-
-    def _read_text(self, rank: int, at: int, size: int) -> bytes:
-        return await_record(self._memory, _slot(rank) + at, size)
 
 
 def _end_of(rank: int, status: int | None) -> tuple[State, str, bytes]:
@@ -301,7 +283,8 @@ def examine_from_outside(
     gone = before == _ALIVE and (identity.is_gone(namespace) or _is_free(directory_fd, slot))
     after = os.pread(fd, 1, at)[0]  # it may have published its end before it was gone
     if after == _FAILED:
-        failure = read_record(os.pread(fd, _FAILURE_SIZE, at + _FAILURE_AT), 0, _FAILURE_SIZE)
+        begin, size = _FAILURE
+        failure = read_record(os.pread(fd, size, at + begin), 0, size)
         return identity, "failed", "", failure or b""
     if after == _ALIVE and not gone:
         return identity, "alive", "", b""
@@ -398,13 +381,6 @@ class Doorbell:
         self._poll = select.poll()
         self._poll.register(self._own, select.POLLIN)
 
-    def _connect(self, rank: int) -> int | None:
-        """Return the doorbell of `rank`, opened when it is first rung; None if that fails."""
-        if rank not in self._fds:
-            with contextlib.suppress(OSError, ConfigurationError):
-                self._fds[rank] = self._directory.open_pipe(_pipe_name(rank))
-        return self._fds.get(rank)
-
     def also_wake_for(self, fd: int) -> None:
         """End a sleep also when `fd` becomes readable; once."""
         self._poll.register(fd, select.POLLIN)
@@ -425,10 +401,11 @@ class Doorbell:
 
     def wake(self, rank: int) -> None:
         """Wake `rank` if it sleeps. A thread may wake its own rank."""
-        fd = self._connect(rank)
-        if fd is not None:
-            with contextlib.suppress(OSError):  # the pipe is full, so it wakes anyway
-                os.write(fd, b"!")
+        # There may be no pipe, or a full one, so that it wakes anyway.
+        with contextlib.suppress(OSError, ConfigurationError):
+            if rank not in self._fds:
+                self._fds[rank] = self._directory.open_pipe(_pipe_name(rank))
+            os.write(self._fds[rank], b"!")
 
     def close(self) -> None:
         """Close all pipes."""

@@ -292,12 +292,9 @@ def open_window(directory: PrivateDirectory, name: str, count: int) -> Window:
     :raises OSError: if there is no space for the smallest window.
     """
     with contextlib.ExitStack() as stack:
-        try:
-            fd = directory.open_file(name, os.O_RDWR | os.O_CREAT)
-            stack.callback(os.close, fd)
+        with directory.explained("opening the memory for arrays", name):
+            fd = stack.enter_context(directory.opened(name, os.O_RDWR | os.O_CREAT))
             claims = stack.enter_context(contextlib.closing(Claims(directory, f"{name}-claims")))
-        except OSError as error:
-            raise directory.explained(error, "opening the memory for arrays", name) from error
         # All members use one size: the one that the first of them has allocated.
         agreed = claims.claimed("size")
         if agreed is None:
@@ -317,9 +314,6 @@ def _allocate_window(fd: int, directory: PrivateDirectory, name: str, count: int
         with contextlib.suppress(OSError):
             _allocate(fd, size)
             return size
-    try:
+    with directory.explained(f"reserving {least} bytes that arrays pass through", name):
         _allocate(fd, least)
-    except OSError as error:
-        action = f"reserving {least} bytes that arrays pass through"
-        raise directory.explained(error, action, name) from error
     return least

@@ -225,17 +225,18 @@ class PrivateDirectory:
         """Whether the directory was removed, so that no file can be created in it."""
         return os.fstat(self.fd).st_nlink == 0
 
-    def explained(self, error: OSError, action: str, name: str) -> OSError:
-        """Return `error`, which came while `action` was done at `name`, with what to do.
-
-        :raises OSError: `error` itself, if it is not the system's: a signal handler raised it.
-        """
-        if error.errno is None:  # as a TimeoutError of the program
-            raise error
-        if isinstance(error, FileNotFoundError):
-            return self.removed(action, name)
-        text = f"{error.strerror}, {action}; {cure_for(error)}"
-        return OSError(error.errno, text, str(self.path / name))
+    @contextlib.contextmanager
+    def explained(self, action: str, name: str) -> Generator[None]:
+        """Within the block, which does `action` at `name`, errors of the system say what to do."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:  # a signal handler has raised it, as a TimeoutError
+                raise
+            if isinstance(error, FileNotFoundError):
+                raise self.removed(action, name) from error
+            text = f"{error.strerror}, {action}; {cure_for(error)}"
+            raise OSError(error.errno, text, str(self.path / name)) from error
 
     def removed(self, action: str, name: str = "") -> FileNotFoundError:
         """Return the error that `action` failed because something has removed this directory."""

@@ -8,20 +8,16 @@ from collections.abc import Callable, Sequence
 from syncprims.interface import Slots, State, Topology
 
 from .board import FIRST_NAP, LONGEST_NAP
-from .liveness import Liveness
+from .liveness import CALL, Liveness
 
 
 class FileSlots(Slots):
     """The liveness slots of a world."""
 
     def __init__(
-        self,
-        liveness: Liveness,
-        size: int,
-        begin_epoch: Callable[[int, Topology], None],
-        *,
-        elastic: bool,
+        self, liveness: Liveness, begin_epoch: Callable[[int, Topology], None], *, elastic: bool
     ) -> None:
+        size = liveness.world_size
         self.members = tuple(range(size))
         self.own = liveness.rank
         self.most = size
@@ -32,12 +28,12 @@ class FileSlots(Slots):
 
     def publish_call(self, call: bytes) -> None:
         """Publish the call in this rank's slot, and wake those that wait for it."""
-        self._liveness.publish_call(call)
+        self._liveness.write(CALL, call)
         self._wake()
 
     def call_of(self, slot: int) -> bytes:
         """Return the last call of `slot`."""
-        return self._liveness.call_of(slot)
+        return self._liveness.read(slot, CALL)
 
     def state(self, slot: int) -> State:
         """Return the state of `slot`."""

@@ -223,10 +223,10 @@ class TorchBackend(Backend):
         here = self._connection.ranks
         local = [rank for rank in members if rank in here]
         slots = [self._local.file_slots.members[here.index(rank)] for rank in local]
-        file = self._local.file_of(members, name)
+        own = self._local.open_board(local, name, slots, members)
         if len(local) == len(members):
-            return self._local.open_board(local, name, file, slots, members)
-        own = self._local.open_board(local, name, f"{file}-here", slots, members)
+            return own
+        file = self._local.file_of(members, name)
         with self._local.locked_directory():
             board = TwoLevelBoard(members, file, own, self._connection)
         placement = self._placement
@@ -242,14 +242,14 @@ class TorchBackend(Backend):
         self._boards.append(board)
         return board
 
-    def close_board(self, board: Board) -> bool:
+    def close_board(self, board: Board) -> None:
         """Release this host's part of the board; its keys at the store remain."""
         if not isinstance(board, TwoLevelBoard):
-            return self._local.close_board(board)
+            self._local.close_board(board)
+            return
         self._boards.remove(board)
         board.close()
         self._local.release(board.members, board.local)
-        return True
 
     def _may_use_nccl(self, hosts: Iterable[int]) -> bool:
         """Return whether NCCL serves the ranks of these hosts: it wants a device for each rank.

@@ -15,6 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 D = TypeVar("D")
 D_co = TypeVar("D_co", covariant=True)
+Fn = Callable[..., Any]
 
 
 class _Shared(Protocol):
@@ -129,12 +130,7 @@ class _Choice(NamedTuple):
 
 @_typed_on_one_rank
 def on_main(
-    fn: Callable[..., Any] | None = None,
-    /,
-    *,
-    default: Any = None,
-    share: bool = False,
-    name: str | None = None,
+    fn: Fn | None = None, /, *, default: Any = None, share: bool = False, name: str | None = None
 ) -> Any:
     """Make a function run on rank 0 only; the others return `default`.
 
@@ -151,12 +147,7 @@ def on_main(
 
 @_typed_on_one_rank
 def on_last(
-    fn: Callable[..., Any] | None = None,
-    /,
-    *,
-    default: Any = None,
-    share: bool = False,
-    name: str | None = None,
+    fn: Fn | None = None, /, *, default: Any = None, share: bool = False, name: str | None = None
 ) -> Any:
     """Make a function run on the highest rank only; the others return `default`.
 
@@ -167,12 +158,7 @@ def on_last(
 
 @_typed_on_one_rank
 def on_local_main(
-    fn: Callable[..., Any] | None = None,
-    /,
-    *,
-    default: Any = None,
-    share: bool = False,
-    name: str | None = None,
+    fn: Fn | None = None, /, *, default: Any = None, share: bool = False, name: str | None = None
 ) -> Any:
     """Make a function run on the first rank of each node only; the others return `default`.
 
@@ -191,9 +177,8 @@ def on_rank(n: int, *, default: Any = None, share: bool = False, name: str | Non
 
     :raises TypeError: if `n` is not a whole number.
     """
-    choice = _Choice(
-        "on_rank", False, whole_number(n, "on_rank takes a rank, a whole number"), name
-    )
+    n = whole_number(n, "on_rank takes a rank, a whole number")
+    choice = _Choice("on_rank", False, n, name)
     return functools.partial(_decorate, choice=choice, default=default, share=share)
 
 
@@ -214,7 +199,7 @@ def on_local_rank(
     return functools.partial(_decorate, choice=choice, default=default, share=share)
 
 
-def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, share: bool) -> Any:
+def _decorate(fn: Fn | None, choice: _Choice, *, default: Any, share: bool) -> Any:
     if fn is None:
         return functools.partial(_decorate, choice=choice, default=default, share=share)
     if not callable(fn):

@@ -107,6 +107,23 @@ def _sized(tag: bytes, body: bytes) -> bytes:
     return tag + _LENGTH.pack(len(body)) + body
 
 
+def _number(value: int) -> bytes:
+    return _sized(b"i", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+#: How a value is written that has no parts, and one form only.
+LEAVES: dict[type, Callable[[Any], bytes]] = {
+    type(None): lambda _: b"N",
+    bool: lambda value: b"T" if value else b"F",
+    int: _number,
+    float: lambda value: b"f" + _FLOAT.pack(value),
+    complex: lambda value: b"c" + _COMPLEX.pack(value.real, value.imag),
+    str: lambda value: _sized(b"s", value.encode("utf-8", "surrogatepass")),
+    bytes: lambda value: _sized(b"b", value),
+    Spec: lambda spec: _sized(_OUT_OF_BAND, spec.encode()),
+}
+
+
 class _Encoder:
     """Writes one object."""
 
@@ -125,22 +142,9 @@ class _Encoder:
 
     def _write(self, obj: Any, out: list[bytes], depth: int) -> None:
         kind = type(cast("object", obj))
-        if obj is None:
-            out.append(b"N")
-        elif kind is bool:
-            out.append(b"T" if obj else b"F")
-        elif kind is int:
-            out.append(_sized(b"i", obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True)))
-        elif kind is float:
-            out.append(b"f" + _FLOAT.pack(obj))
-        elif kind is str:
-            out.append(_sized(b"s", obj.encode("utf-8", "surrogatepass")))
-        elif kind is bytes:
-            out.append(_sized(b"b", obj))
-        elif kind is complex:
-            out.append(b"c" + _COMPLEX.pack(obj.real, obj.imag))
-        elif kind is Spec:
-            out.append(_sized(_OUT_OF_BAND, obj.encode()))
+        leaf = LEAVES.get(kind)
+        if leaf is not None:
+            out.append(leaf(obj))
         elif depth >= _DEEPEST:
             raise _NeedsPickle
         elif kind in _CONTAINERS:
@@ -226,7 +230,7 @@ def _integer(body: bytes) -> int:
 
 
 #: What most objects are made of: read without a further call.
-_LEAVES: dict[bytes, Callable[[bytes], Any]] = {b"i": _integer, b"s": _text, b"b": bytes}
+_TEXTS: dict[bytes, Callable[[bytes], Any]] = {b"i": _integer, b"s": _text, b"b": bytes}
 _CONSTANTS: dict[bytes, bool | None] = {b"N": None, b"T": True, b"F": False}
 
 
@@ -243,7 +247,7 @@ class _Decoder(NamedTuple):
         data = self.data
         tag = data[at : at + 1]
         at += 1
-        leaf = _LEAVES.get(tag)
+        leaf = _TEXTS.get(tag)
         if leaf is not None:
             start = at + 8
             end = start + _LENGTH.unpack_from(data, at)[0]

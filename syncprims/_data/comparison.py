@@ -8,7 +8,6 @@ such a form is refused: two equal ones may hold different bytes.
 from __future__ import annotations
 
 import dataclasses
-import struct
 import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -25,10 +24,7 @@ from . import codec, values
 from .arrays import flat, is_list_or_tuple, is_tensor, on_host, raw, spec_of
 
 _DIGEST_SIZE = 16
-_LENGTH = struct.Struct("<Q")
 _DEEPEST = 200
-#: What the codec writes in one form only, and shorter than a digest.
-_SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes})
 #: Types whose `repr` says all that a value is.
 _SHOWN = frozenset((
     "builtins.range", "builtins.slice", "builtins.bytearray", "fractions.Fraction",
@@ -92,11 +88,8 @@ def _shorten(value: object) -> str:
 
 
 def _hash(*parts: bytes | memoryview) -> bytes:
-    hasher = blake2b(digest_size=_DIGEST_SIZE)
-    for part in parts:
-        hasher.update(_LENGTH.pack(len(part)))
-        hasher.update(part)
-    return hasher.digest()
+    digests = [blake2b(part, digest_size=_DIGEST_SIZE).digest() for part in parts]
+    return blake2b(b"".join(digests), digest_size=_DIGEST_SIZE).digest()
 
 
 class _Walk:
@@ -110,7 +103,7 @@ class _Walk:
 
     def digest(self, value: Any) -> bytes:
         """Return the digest of `value`, or the bytes of a simple one."""
-        if type(value) in _SIMPLE:
+        if type(value) in codec.LEAVES:
             return codec.encode(value)
         key = id(value)
         if key in self._known:

@@ -18,18 +18,8 @@ from zlib import crc32
 
 from syncprims.errors import EncodingError
 
-from . import LONGEST_DESCRIPTION, codec, reduction
-from .arrays import (
-    Spec,
-    flat,
-    is_fillable,
-    library_of,
-    mark_written,
-    numpy_dtype,
-    raw,
-    spec_of,
-    up_to_line,
-)
+from . import LONGEST_DESCRIPTION, arrays, codec, reduction
+from .arrays import Spec, flat, mark_written, spec_of
 
 #: ``reduce(memory, at, out)`` returns the reduction, in the order of ranks, of slots of which
 #: the first is at `at`. An array is in `out`, if it fits.
@@ -50,7 +40,7 @@ def key_of(value: object) -> Hashable:
             return of_kind(value)
         except RuntimeError:  # a nested tensor has no shape
             return None
-    library = library_of(value)
+    library = arrays.library_of(value)
     if library is None:
         return None
     # Read in one step: each step takes longer than reading one attribute more.
@@ -255,7 +245,7 @@ class ArrayLayout(Layout):
     def __init__(self, spec: Spec, members: int) -> None:
         self.spec = spec
         self.data = codec.encode(spec)
-        self.stride = up_to_line(spec.nbytes)
+        self.stride = arrays.up_to_line(spec.nbytes)
         self._members = members
         self._dtype = spec.loaded_dtype
         self._library: Any = sys.modules[spec.library]
@@ -265,11 +255,11 @@ class ArrayLayout(Layout):
         self._empty = partial(self._library.empty, spec.shape, **device)
         self._slots: dict[int, Any] = {}  # the items of one slot, by where it begins
         self._rows: dict[int, list[Any]] = {}  # and of those of all members
-        known = numpy_dtype(self._dtype) if self._is_tensor else self._dtype
+        known = arrays.numpy_dtype(self._dtype) if self._is_tensor else self._dtype
         self._is_known = known is not None  # to numpy; if it is not, a slot holds bytes for it
         #: Returns the items of an array: the very memory, where that is contiguous.
         self.pack = (flat if self._is_known else _octets) if self._is_tensor else _itself
-        self._slot_dtype = known or numpy_dtype(self._library.uint8)
+        self._slot_dtype = known or arrays.numpy_dtype(self._library.uint8)
 
     def _slot_at(self, memory: memoryview, at: int) -> Any:
         """Return the items in one slot, of the kind that :attr:`pack` returns."""
@@ -314,7 +304,7 @@ class ArrayLayout(Layout):
             return False
         if not self._is_tensor:
             return bool(out.flags.carray)
-        return bool(out.is_cpu and out.layout is self._library.strided and is_fillable(out))
+        return bool(out.is_cpu and out.layout is self._library.strided and arrays.is_fillable(out))
 
     def room_for(self, op: str, out: Any) -> Any:
         """Return an array for the result of `op`: `out`, if it fits."""
@@ -325,12 +315,9 @@ class ArrayLayout(Layout):
         """Return what reduces all slots with `op`, into a new array or into `out`."""
         dtype = reduction.result_dtype(self._dtype, op)
 
-        def combine_unknown(parts: Sequence[Any], out: Any) -> None:
-            reduction.combine(parts, op, out)
-
-        combine: Callable[[Sequence[Any], Any], None] = combine_unknown
+        combine: Callable[[Sequence[Any], Any], None] = partial(reduction.combine, op=op)
         if self._is_known:
-            items_dtype = numpy_dtype(dtype) if self._is_tensor else dtype
+            items_dtype = arrays.numpy_dtype(dtype) if self._is_tensor else dtype
             combine = reduction.array_combiner(op, items_dtype, self._slot_dtype)
 
         def reduce(memory: memoryview, at: int, out: Any) -> Any:
@@ -357,7 +344,7 @@ class TreeLayout(Layout):
         for part in container.parts(outline):
             layout = _layout_of(part, members)
             self._parts.append((self.stride, layout))
-            self.stride += up_to_line(layout.stride)
+            self.stride += arrays.up_to_line(layout.stride)
 
     def spread(self, stride: int) -> None:
         """Set the bytes from one slot to the next."""
@@ -395,7 +382,7 @@ class TreeLayout(Layout):
 def _octets(tensor: Any) -> Any:
     import numpy
 
-    return numpy.frombuffer(raw(flat(tensor)), numpy.uint8)
+    return numpy.frombuffer(arrays.raw(flat(tensor)), numpy.uint8)
 
 
 def _itself(value: Any) -> Any:

@@ -34,7 +34,6 @@ class DataPlane:
         self.rounds = rounds
         self.board = board = rounds.board
         self.count = len(board.members)
-        self.index = board.members.index(rounds.rank)  #: of this rank among the members
         self.small_window = board.small_window
         small = 0 if self.small_window is None else len(self.small_window.memory)
         self._small_slot = small // 2 // self.count // LINE * LINE
@@ -137,14 +136,11 @@ class DataPlane:
 
     def _add_layout(self, key: Hashable, value: Any) -> Layout | None:
         made = make_layout(value, self.count, self._small_slot)
-        if made is None or not (self.is_small(made) or self._is_carried(made)):
+        is_large = isinstance(made, ArrayLayout) and made.spec.nbytes >= LARGE
+        if made is None or not (self.is_small(made) or (is_large and self.transport())):
             return None  # and forget the key: it may hold objects of the user
         layout = self._layouts[key] = self.described(made.data)
         return layout
-
-    def _is_carried(self, layout: Layout) -> bool:
-        is_large = isinstance(layout, ArrayLayout) and layout.spec.nbytes >= LARGE
-        return is_large and self.transport() is not None
 
     def described(self, data: bytes) -> Layout:
         """Return the layout that a member's label describes."""

@@ -15,19 +15,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from syncprims.errors import RankMismatch
 
-from .arrays import (
-    Spec,
-    empty_array,
-    flat,
-    is_array,
-    is_computable,
-    is_dict,
-    is_list_or_tuple,
-    is_number,
-    is_scalar,
-    is_tensor,
-    without_history,
-)
+from . import arrays
+from .arrays import Spec
 
 
 class Placeholder(NamedTuple):
@@ -75,17 +64,17 @@ def check_value(value: object, op: str, where: str = "value") -> None:
     """
     if type(value) in _REAL:
         return
-    if is_dict(value):
+    if arrays.is_dict(value):
         for key, part in value.items():
             check_value(part, op, f"{where}[{key!r}]")
-    elif is_list_or_tuple(value):
+    elif arrays.is_list_or_tuple(value):
         for index, part in enumerate(value):
             check_value(part, op, f"{where}[{index}]")
-    elif is_array(value):
+    elif arrays.is_array(value):
         _check_array(value, where)
-    elif is_tensor(value):
+    elif arrays.is_tensor(value):
         _check_tensor(value, op, where)
-    elif not is_number(value):
+    elif not arrays.is_number(value):
         raise TypeError(
             f"{where} is a {type(value).__name__}; all_reduce takes numbers, numpy arrays, torch "
             f"tensors, and dicts, lists or tuples of them"
@@ -104,7 +93,7 @@ def _check_array(array: Any, where: str) -> None:
 def _check_tensor(tensor: Any, op: str, where: str) -> None:
     if tensor.is_nested:
         raise TypeError(f"{where} is a nested tensor; all_reduce takes its parts: unbind()")
-    if not is_computable(tensor.dtype):
+    if not arrays.is_computable(tensor.dtype):
         raise TypeError(
             f"{where} is a tensor of {tensor.dtype}, which torch does not compute with; convert it"
         )
@@ -144,18 +133,18 @@ def reduce(
             f"Give every rank the same structure, with equal shapes and dtypes."
         )
     first = values[0]
-    if is_dict(first):
+    if arrays.is_dict(first):
         return {key: part(key, repr(key)) for key in first}
     if any(isinstance(value, Placeholder) for value in values):
         return out_of_band(list(values))
-    if is_list_or_tuple(first):
+    if arrays.is_list_or_tuple(first):
         return _like_sequence(first, [part(index, str(index)) for index in range(len(first))])
-    if is_tensor(first) and str(first.layout) != "torch.strided":
+    if arrays.is_tensor(first) and str(first.layout) != "torch.strided":
         total = sum(values[1:], first)
         return total / len(values) if op == "mean" else total
-    if is_tensor(first) or is_array(first):
+    if arrays.is_tensor(first) or arrays.is_array(first):
         result = empty_result(first, op)
-        combine(values, op, result)
+        combine(values, result, op)
         return result
     return reduce_numbers(values, op)
 
@@ -169,17 +158,17 @@ def _like_sequence(first: Any, parts: list[Any]) -> Any:
 
 def describe(value: Any) -> str:
     """Return what must agree between ranks. Python's numbers mix: 0 here, and 0.5 there."""
-    if is_dict(value):
+    if arrays.is_dict(value):
         return f"dict with keys {sorted(map(repr, value))}"
     if isinstance(value, Placeholder):
         name = "array" if value.spec.library == "numpy" else "tensor"
         return f"{name} of shape {value.spec.shape}, dtype {value.spec.loaded_dtype}"
-    if is_list_or_tuple(value):
+    if arrays.is_list_or_tuple(value):
         return f"{type(value).__name__} of {len(value)}"
-    if is_array(value):
+    if arrays.is_array(value):
         name = "array" if type(value).__name__ == "ndarray" else type(value).__name__
         return f"{name} of shape {value.shape}, dtype {value.dtype}"
-    if is_tensor(value):
+    if arrays.is_tensor(value):
         where = "" if value.device.type == "cpu" else f", on {value.device.type}"
         layout = "" if str(value.layout) == "torch.strided" else f", {value.layout}"
         name = "tensor" if type(value).__name__ in ("Tensor", "Parameter") else type(value).__name__
@@ -201,7 +190,7 @@ def reduce_numbers(numbers: Sequence[Any], op: str) -> Any:
 
 def empty_result(value: Any, op: str) -> Any:
     """Return an array like `value` for the result of `op`, its contents not set."""
-    return empty_array(value, value.shape, result_dtype(value.dtype, op))
+    return arrays.empty_array(value, value.shape, result_dtype(value.dtype, op))
 
 
 @functools.cache
@@ -226,30 +215,30 @@ def detached(value: Any) -> Any:
     """
     if type(value) in _PLAIN:
         return value
-    if is_scalar(value):
+    if arrays.is_scalar(value):
         return value.item()
-    if is_tensor(value):
-        return without_history(value)
-    if is_dict(value):
+    if arrays.is_tensor(value):
+        return arrays.without_history(value)
+    if arrays.is_dict(value):
         return {key: detached(part) for key, part in value.items()}
-    if is_list_or_tuple(value):
+    if arrays.is_list_or_tuple(value):
         return _like_sequence(value, [detached(part) for part in value])
     return value
 
 
-def combine(parts: Sequence[Any], op: str, out: Any) -> None:
+def combine(parts: Sequence[Any], out: Any, op: str) -> None:
     """Fill `out` with the reduction of `parts`, item by item, in their order.
 
     All are numpy arrays, or all are tensors. Half precision is summed in single precision. So the
     result is rounded once, and the sum under a mean cannot overflow.
     """
     if not hasattr(out.dtype, "kind"):  # a tensor
-        flattened = [flat(part) for part in parts]
-        items = flat(out)
-        if is_tensor(items):  # numpy does not know the dtype
+        flattened = [arrays.flat(part) for part in parts]
+        items = arrays.flat(out)
+        if arrays.is_tensor(items):  # numpy does not know the dtype
             _combine_tensors(flattened, op, items)
         else:
-            combine(flattened, op, items)
+            combine(flattened, items, op)
     else:
         array_combiner(op, out.dtype, parts[0].dtype)(parts, out)
 

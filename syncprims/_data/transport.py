@@ -266,7 +266,7 @@ class _Piece:
             for member, at in enumerate(self._inputs_at)
         ]
         result = self._view(results + self._results_at, like=self._result)
-        combine(inputs, op, result)
+        combine(inputs, result, op)
         raw(self._result[part])[:] = raw(result)
 
     def _view(self, at: int, like: Any) -> Any:
@@ -380,7 +380,7 @@ class EngineTransport(Transport):
         combined = empty_array(result, part, result.dtype)
         parts = [theirs[member * part : (member + 1) * part] for member in range(members)]
         parts[index] = padded[index * part : (index + 1) * part]
-        combine(parts, op, combined)
+        combine(parts, combined, op)
         whole = empty_array(result, part * members, result.dtype)
         self._engine.gather(raw(combined), raw(whole))
         result[:] = whole[: len(result)]

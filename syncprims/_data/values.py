@@ -51,8 +51,8 @@ class _PreparedCall:
         if self._window is not None:
             self._memory, self._fence = self._window
             self._half = plane.half(self._window)
-        self._index, self._end = plane.index, plane.count * layout.stride
-        self._own_at = 0 if self.only_source_writes else plane.index * layout.stride
+        self._index, self._end = plane.rounds.index, plane.count * layout.stride
+        self._own_at = 0 if self.only_source_writes else self._index * layout.stride
         self._in_slots = plane.takes_one_round(layout)
         plain = note.label
         label = Label(plain.kind, plain.name, plain.src, plain.op, plain.site, layout.data)
@@ -121,7 +121,9 @@ def _check_encodable(rounds: Rounds, label: Label, obj: Any) -> None:
 
     :raises EncodingError: as where it does.
     """
-    if not (is_array(obj) and obj.dtype.kind in "biufc"):  # else it could
+    parts = (*obj, *obj.values()) if type(obj) is dict else (obj,)
+    could = codec.LEAVES.keys() >= {*map(type, parts)}  # the fastest way to know
+    if not could and not (is_array(obj) and obj.dtype.kind in "biufc"):
         _encode(rounds, label, obj, out_of_band=[])
 
 
@@ -130,15 +132,14 @@ def _encode(rounds: Rounds, label: Label, obj: object, **options: Any) -> bytes:
     try:
         return codec.encode(obj, allow_pickle=rounds.settings.pickle, **options)
     except EncodingError as error:
-        name_call(rounds, label, error)
+        _name_call(rounds, label, error)
         raise
 
 
-def name_call(rounds: Rounds, label: Label, error: BaseException, about: str = "") -> None:
+def _name_call(rounds: Rounds, label: Label, error: EncodingError, about: str = "") -> None:
     """Add the call, and what it is about, to an error that says why an object cannot travel."""
-    if isinstance(error, EncodingError):
-        error.call, error.rank = str(label), rounds.rank
-        error.args = (f"{label}: {about}{error}",)
+    error.call, error.rank = str(label), rounds.rank
+    error.args = (f"{label}: {about}{error}",)
 
 
 def _decode(sequence: RoundSequence, src: int, payload: bytes, out_of_band: Any = None) -> Any:
@@ -152,7 +153,7 @@ def _decode(sequence: RoundSequence, src: int, payload: bytes, out_of_band: Any 
             local_rank=rounds.local_rank,
         )
     except EncodingError as error:
-        name_call(rounds, sequence.note.label, error, f"what rank {src} has sent: ")
+        _name_call(rounds, sequence.note.label, error, f"what rank {src} has sent: ")
         raise
 
 
@@ -337,11 +338,8 @@ class _Broadcast(_PreparedCall):
             write = partial(self.write, packed)
             return self.header, lambda _: copy_into(rounds, out, value), write
         sequence = RoundSequence(rounds, self.note, timeout)
-        return (
-            self.header._replace(mark=Mark.MORE),
-            partial(_send, sequence, value, out, [value]),
-            None,
-        )
+        header = self.header._replace(mark=Mark.MORE)
+        return header, partial(_send, sequence, value, out, [value]), None
 
     @staticmethod
     def first_of_any(sequence: RoundSequence, obj: Any, out: Any) -> _FirstRound:
@@ -476,7 +474,7 @@ class _Reduction(_PreparedCall):
         # The mark says that a round follows, in which all learn if one member cannot go on.
         mark = Mark.MORE if arrays or holds_pickle(payload) else Mark.NONE
         posted = Note(note.label, mark, payload)
-        return posted, partial(_reduce_any, sequence, arrays, value, op, out), None
+        return posted, partial(_reduce_any, sequence, arrays, op, out), None
 
     def _read(self, timeout: float | None, value: Any, out: Any, notes: Sequence[Note]) -> Any:
         is_in_all = self._is_in_all(notes)
@@ -486,7 +484,7 @@ class _Reduction(_PreparedCall):
             return copy_into(self._rounds, out, result)
         sequence = RoundSequence(self._rounds, self.note, timeout)
         if not is_in_all:
-            return _reduce_any(sequence, None, value, self._op, out, notes)
+            return _reduce_any(sequence, [value], self._op, out, notes)
         layout: Any = self.layout  # of an array
         place = None if out is None or not may_fill(out, value) else out
         result = sequence.attempt(lambda: layout.room_for(self._op, place))
@@ -513,19 +511,13 @@ def all_reduce(
 
 
 def _reduce_any(
-    sequence: RoundSequence,
-    arrays: list[Any] | None,
-    value: Any,
-    op: str,
-    out: Any,
-    notes: Sequence[Note],
+    sequence: RoundSequence, mine: list[Any], op: str, out: Any, notes: Sequence[Note]
 ) -> Any:
     """Return the reduction of values that may differ in kind, or raise how they differ.
 
-    `arrays` are those of this rank that follow; None if it has not encoded its value.
+    `mine` are this rank's arrays that follow: its very value, if it has not encoded that.
     """
     rounds = sequence.rounds
-    mine = [value] if arrays is None else arrays
     operands: list[Operand] = []
 
     def add_operand(values: list[Any]) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from syncprims.errors import SyncError
-from syncprims.interface import Backend, Board, Note
+from syncprims.interface import Backend, Board, Note, ends_round
 
 
 class Task(Protocol):
@@ -60,17 +60,13 @@ class Background:
         """Return as ``board.collect(limit)``, and go on with all tasks meanwhile."""
         notes = board.collect(0.0)
         if notes is None:
-            if not self.wait_any([board], lambda: _is_settled(board), limit):
+            if not self.wait_any([board], lambda: _is_settled(board), limit, ""):
                 return None
             notes = board.collect(0.0)
         return notes
 
     def wait_any(
-        self,
-        boards: Sequence[Board],
-        ready: Callable[[], bool],
-        timeout: float | None,
-        call: str = "",
+        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None, call: str
     ) -> bool:
         """Return as :meth:`Backend.wait_any`, and go on with all tasks meanwhile."""
         if not self.tasks:
@@ -94,9 +90,6 @@ def _is_settled(board: Board) -> bool:
     if board.verdict() is not None:
         return True
     seen = [board.status(member) for member in board.members]
-    missing = [status.state for status in seen if status.rounds <= board.collected]
-    return (
-        not missing
-        or "finished" in missing
-        or any(status.state in ("lost", "failed") for status in seen)
-    )
+    missing = [status.rounds <= board.collected for status in seen]
+    ended = any(ends_round(s.state, absent) for s, absent in zip(seen, missing, strict=True))
+    return ended or not any(missing)

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from syncprims import errors
-from syncprims.errors import (
-    CollectiveMismatch,
-    Failure,
-    PeerFailed,
-    PeerLost,
-    SyncError,
-    SyncTimeout,
-)
-from syncprims.interface import Label, Status
+from syncprims.errors import CollectiveMismatch, SyncError
+from syncprims.interface import Label, Status, ends_round
 
 from .call_site import warn_user
 
@@ -95,7 +87,6 @@ class Snapshot:
         #: that this rank waits in
         self.call = first_call or str(self._seen[rank].label or "its first call")
         self.missing = [r for r, status in self._seen.items() if status.rounds < number]
-        self._facts: dict[str, Any] = {"call": self.call, "waited": waited}
         self._waited = waited
 
     @property
@@ -124,8 +115,7 @@ class Snapshot:
             error.missing = [  # will never come (again)
                 rank
                 for rank, status in self._seen.items()
-                if status.state in ("lost", "failed")
-                or (status.state == "finished" and rank in self.missing)
+                if ends_round(status.state, rank in self.missing)
             ]
             gone = {*error.missing, *self.missing}
             error.arrived = [rank for rank in self._seen if rank not in gone]
@@ -154,25 +144,24 @@ class Snapshot:
         calls = {rank: absent.get(rank) or str(up.get(rank) or "?") for rank in self._seen}
         return mismatch_error(self._rank, self._number - self._own, calls)
 
-    def timeout(self) -> SyncTimeout:
+    def timeout(self) -> errors.SyncTimeout:
         """Return the error of a wait that has run out of time."""
-        arrived = [rank for rank in self._seen if rank not in self.missing]
-        facts: dict[str, Any] = {**self._facts, "rank": self._rank, "arrived": arrived}
-        if not self.missing:
-            return SyncTimeout(
-                f"{self.call} timed out after {self._waited:.1f} s: all ranks {arrived} have "
-                f"come, and the data has not arrived. Look at the network between their hosts. If "
-                f"it is only slow, allow more: timeout=, or SYNCPRIMS_TIMEOUT.",
-                **facts,
-            )
-        lines = "\n".join(f"  {self.last_seen(rank)}" for rank in self.missing)
-        return SyncTimeout(
-            f"{self.call} timed out after {self._waited:.1f} s: ranks {self.missing} did not "
-            f"come, ranks {arrived} did\n{lines}\n"
-            f"See what keeps ranks {self.missing}. If they are only slow, allow more: timeout=, "
-            f"or SYNCPRIMS_TIMEOUT (SYNCPRIMS_JOIN_TIMEOUT for the start).",
-            missing=self.missing,
-            **facts,
+        arrived, missing = [r for r in self._seen if r not in self.missing], self.missing
+        lines = "\n".join(f"  {self.last_seen(rank)}" for rank in missing)
+        why = f"ranks {missing} did not come, ranks {arrived} did\n{lines}\n"
+        cure = f"See what keeps ranks {missing}. If they are only slow, allow more: timeout=, or "
+        cure += "SYNCPRIMS_TIMEOUT (SYNCPRIMS_JOIN_TIMEOUT for the start)."
+        if not missing:
+            why = f"all ranks {arrived} have come, and the data has not arrived. "
+            cure = "Look at the network between their hosts. If it is only slow, allow more: "
+            cure += "timeout=, or SYNCPRIMS_TIMEOUT."
+        return errors.SyncTimeout(
+            f"{self.call} timed out after {self._waited:.1f} s: {why}{cure}",
+            rank=self._rank,
+            call=self.call,
+            missing=missing,
+            arrived=arrived,
+            waited=self._waited,
         )
 
     def last_seen(self, rank: int) -> str:
@@ -186,17 +175,17 @@ class Snapshot:
             return f"rank {rank} never joined"
         return f"rank {rank} has made no call in this group"
 
-    def _failed(self, rank: int, status: Status) -> PeerFailed:
+    def _failed(self, rank: int, status: Status) -> errors.PeerFailed:
         left = errors.load(status.failure).failures if status.failure else {}
-        unknown = Failure(rank, "an exception", "its text was lost", "")
+        unknown = errors.Failure(rank, "an exception", "its text was lost", "")
         # The board knows which rank failed: the failure itself counts ranks from 0 on every host.
         failure = next(iter(left.values()), unknown)._replace(rank=rank)
-        return PeerFailed.from_failure(failure, waiting=self.call)
+        return errors.PeerFailed.from_failure(failure, waiting=self.call)
 
-    def _lost(self, rank: int, status: Status) -> PeerLost:
+    def _lost(self, rank: int, status: Status) -> errors.PeerLost:
         if self._starts and status.rounds < self._number:
             joined = status.state == "finished"
-            return PeerLost.before_start(
+            return errors.PeerLost.before_start(
                 rank, status.detail, joined, waiting=self._rank, call=self.call
             )
         if status.state == "finished":
@@ -212,4 +201,4 @@ class Snapshot:
                 f"then restart the run."
             )
         text = f"{what} {self.call}\n  {self.last_seen(rank)}\n{cure}"
-        return PeerLost(text, rank=rank, call=self.call)
+        return errors.PeerLost(text, rank=rank, call=self.call)

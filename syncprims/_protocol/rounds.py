@@ -67,6 +67,7 @@ class Rounds:
         self.rank = rank
         self.local_rank = local_rank
         self.members = board.members
+        self.index = board.members.index(rank)  #: of this rank among the members
         self.settings = settings
         self._own = own
         # In a test of threads, it warns of what would be wrong in silence elsewhere.
@@ -543,7 +544,7 @@ class RoundSequence:
     def __init__(self, rounds: Rounds, note: Note, timeout: float | None) -> None:
         self.rounds = rounds
         self.note = note
-        self.index = rounds.members.index(rounds.rank)  #: of this rank among the members
+        self.index = rounds.index
         self._timeout = timeout
         self._before = rounds.board.posted
 

@@ -23,7 +23,7 @@ class ProcessIdentity(NamedTuple):
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
         """Return the identity of the living process `pid`; None if the system does not say."""
-        fields = read_stat(pid)
+        fields = stat_fields(pid)
         try:
             namespace = Path(f"/proc/{pid}/ns/pid").stat().st_ino
         except OSError:
@@ -34,21 +34,13 @@ class ProcessIdentity(NamedTuple):
         """Return whether the process is known, in this namespace, to have ended, reaped or not."""
         if not self.started or self.namespace != namespace:
             return False
-        fields = read_stat(self.pid)
+        fields = stat_fields(self.pid)
         return not fields or fields[0] in (b"Z", b"X") or int(fields[19]) != self.started
 
     @classmethod
     def own(cls) -> ProcessIdentity:
         """Return that of this process; where the system has none, one that fits no process."""
         return cls.of(os.getpid()) or cls(os.getpid(), 0, 0)
-
-
-def read_stat(pid: int) -> list[bytes]:
-    """Return the fields of proc(5) stat from the state on; none if there is no such process."""
-    try:
-        return stat_fields(pid)
-    except OSError:
-        return []
 
 
 def _is_hidden(pid: int) -> bool:
@@ -115,7 +107,7 @@ class ProcessWatch:
     def _zombie_status(self) -> int | None:
         """Ask proc(5), which knows it until the parent has reaped the process."""
         hidden = _is_hidden(self._who.pid)  # asked first: a process that is reaped is not hidden
-        fields = read_stat(self._who.pid)
+        fields = stat_fields(self._who.pid)
         if len(fields) < 50 or fields[0] != b"Z" or int(fields[19]) != self._who.started:
             return None
         status = int(fields[49])

@@ -108,11 +108,10 @@ def find_descendants(root: int) -> set[int]:
 
 
 def stat_fields(pid: int | str) -> list[bytes]:
-    """Return the fields of proc(5) stat from the state on.
-
-    :raises OSError: if there is no such process, or the system does not say.
-    """
-    return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()  # a name may hold anything
+    """Return the fields of proc(5) stat from the state on; none if the system does not say."""
+    with contextlib.suppress(OSError):
+        return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()  # a name may hold anything
+    return []
 
 
 def _find(folder: Path | None, root: int | None, spare: Collection[int]) -> set[int]:

@@ -187,7 +187,7 @@ class Group:
     def split(self, items: T, *, pad: bool = False) -> T: ...
     def split(self, items: Any, *, pad: bool = False) -> Any:
         """As :func:`syncprims.split`, among the members."""
-        return split(items, self.ranks.index(self._rounds.rank), len(self.ranks), pad=pad)
+        return split(items, self._rounds.index, len(self.ranks), pad=pad)
 
     def _seconds(self, timeout: Seconds) -> float | None:
         return self._timeout if timeout is None else seconds(timeout)

@@ -18,25 +18,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from syncprims.errors import ConfigurationError
 from syncprims.interface import UNKNOWN, Topology
 
+_NUMBERS = Topology._fields[:6]  # rank and world size, the same on its node, and the node's
+
 
 class Launcher(NamedTuple):
-    """The variables in which one launcher describes a process; several are alternatives."""
+    """The variables in which one launcher describes a process.
+
+    Of several for one number, separated by spaces, the first that is set counts.
+    """
 
     name: str
     rank: str
-    world_size: tuple[str, ...]
+    world_size: str
     local_rank: str
     local_world_size: str
     node_rank: str = ""
-    num_nodes: tuple[str, ...] = ()
-    run_id: tuple[str, ...] = ()  #: together they identify this run
+    num_nodes: str = ""
+    run_id: str = ""  #: together they identify this run
     restarts: str = ""  #: how often this run was started again
-    needs: tuple[str, ...] = ()  #: the launcher is present only where one of these is set
+    needs: str = ""  #: the launcher is present only where one of these is set
     agent: str = ""  #: a variable that the launcher itself sets, and users who set ranks do not
 
     @property
@@ -44,27 +49,33 @@ class Launcher(NamedTuple):
         """Its name as ``SYNCPRIMS_LAUNCHER`` takes it."""
         return _key(self.name)
 
+    def names(self, *fields: str) -> list[str]:
+        """Return the variables of these fields."""
+        return [name for field in fields for name in getattr(self, field).split()]
+
     @property
-    def required(self) -> set[str]:
+    def required(self) -> list[str]:
         """The variables that say which rank a process is, and of how many."""
-        return {self.rank, *self.world_size, self.local_rank, self.local_world_size} - {""}
+        return self.names(*_NUMBERS[:4])
 
     @property
     def variables(self) -> list[str]:
         """All variables that are read; rank and world size come first."""
-        names = self.rank, *self.world_size, self.local_rank, self.local_world_size, self.node_rank
-        names = *names, *self.num_nodes, *self.run_id, self.restarts
-        return [name for name in dict.fromkeys(names) if name]
+        return [*dict.fromkeys(self.names(*_NUMBERS, "run_id", "restarts"))]
+
+    def find(self, environ: Mapping[str, str], field: str) -> str | None:
+        """Return the variable that gives a number here; None if none does."""
+        return next((name for name in self.names(field) if name in environ), None)
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
         """Return whether this launcher has set its variables, or some of them."""
-        if self.needs and not any(name in environ for name in self.needs):
+        if self.needs and not self.find(environ, "needs"):
             return False
         return any(name in environ for name in self.required)
 
     def says(self, environ: Mapping[str, str]) -> str:
         """Return which rank this process is, and of how many, in the launcher's variables."""
-        names = (self.rank, *self.world_size)
+        names = self.names("rank", "world_size")
         shown = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
         return f"{self.name} says {shown}"
 
@@ -72,50 +83,50 @@ class Launcher(NamedTuple):
 _OURS = Launcher(
     "syncprims",
     rank="SYNCPRIMS_RANK",
-    world_size=("SYNCPRIMS_WORLD_SIZE",),
+    world_size="SYNCPRIMS_WORLD_SIZE",
     local_rank="SYNCPRIMS_LOCAL_RANK",
     local_world_size="SYNCPRIMS_LOCAL_WORLD_SIZE",
     node_rank="SYNCPRIMS_GROUP_RANK",
-    num_nodes=("SYNCPRIMS_GROUP_WORLD_SIZE",),
+    num_nodes="SYNCPRIMS_GROUP_WORLD_SIZE",
     restarts="TORCHELASTIC_RESTART_COUNT",
     agent="SYNCPRIMS_RUN_ID",
 )
 _TORCHRUN = Launcher(
     "torchrun",
     rank="RANK",
-    world_size=("WORLD_SIZE",),
+    world_size="WORLD_SIZE",
     local_rank="LOCAL_RANK",
     local_world_size="LOCAL_WORLD_SIZE",
     node_rank="GROUP_RANK",
-    num_nodes=("GROUP_WORLD_SIZE",),
+    num_nodes="GROUP_WORLD_SIZE",
     # The id is "none" unless the user has set one; then the port of the store identifies the run.
     # Its address does not: agents may have different names for it.
-    run_id=("TORCHELASTIC_RUN_ID", "MASTER_PORT"),
+    run_id="TORCHELASTIC_RUN_ID MASTER_PORT",
     restarts="TORCHELASTIC_RESTART_COUNT",
     agent="TORCHELASTIC_RUN_ID",
 )
 _SLURM = Launcher(
     "SLURM",
     rank="SLURM_PROCID",
-    world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    world_size="SLURM_STEP_NUM_TASKS SLURM_NTASKS",
     local_rank="SLURM_LOCALID",
     local_world_size="SLURM_STEP_TASKS_PER_NODE",
     node_rank="SLURM_NODEID",
-    num_nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    run_id=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    num_nodes="SLURM_STEP_NUM_NODES SLURM_NNODES SLURM_JOB_NUM_NODES",
+    run_id="SLURM_JOB_ID SLURM_STEP_ID",
     restarts="SLURM_RESTART_COUNT",
     # A batch script and an interactive shell also have SLURM_NTASKS, but are one process. Only a
     # step has so many.
-    needs=("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"),
+    needs="SLURM_STEP_ID SLURM_STEPID SLURM_STEP_NUM_TASKS SLURM_STEP_NODELIST",
 )
 _MPICH = Launcher(
     "MPICH",
     rank="PMI_RANK",
-    world_size=("PMI_SIZE",),
+    world_size="PMI_SIZE",
     local_rank="MPI_LOCALRANKID",
     local_world_size="MPI_LOCALNRANKS",
-    run_id=("PMI_JOBID", "PMI_ID_NAMESPACE"),
-    needs=("PMI_RANK", "PMI_SIZE"),
+    run_id="PMI_JOBID PMI_ID_NAMESPACE",
+    needs="PMI_RANK PMI_SIZE",
 )
 LAUNCHERS = (
     _OURS,
@@ -124,11 +135,11 @@ LAUNCHERS = (
     Launcher(
         "Open MPI",
         rank="OMPI_COMM_WORLD_RANK",
-        world_size=("OMPI_COMM_WORLD_SIZE",),
+        world_size="OMPI_COMM_WORLD_SIZE",
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         # OMPI_COMM_WORLD_NODE_RANK is the rank *within* the node, not the node's.
-        run_id=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        run_id="PMIX_NAMESPACE OMPI_MCA_ess_base_jobid",
     ),
     _MPICH,
 )
@@ -168,14 +179,19 @@ def explain(environ: Mapping[str, str]) -> Detection:
         if chosen is None:
             chosen = found
             continue
-        if _agree(chosen[1], found[1]) or any(_agree(one, found[1]) for one in outside):
+        if found[1][:2] in [topology[:2] for topology in (chosen[1], *outside)]:
             roles[launcher.name] = "says the same"
             continue
         inner, outer = chosen, found
         if not _is_inside(environ, *inner, *outer):
             inner, outer = found, chosen
             if not _is_inside(environ, *inner, *outer):
-                raise _contradict(environ, chosen[0], launcher)
+                raise ConfigurationError(
+                    f"two launchers contradict each other: {chosen[0].says(environ)}, "
+                    f"{launcher.says(environ)}; unset the variables of the one that did not start "
+                    f"this process, or name the one that did: "
+                    f"SYNCPRIMS_LAUNCHER={chosen[0].key} or {launcher.key}"
+                )
         chosen = inner
         outside.append(outer[1])
         roles[outer[0].name] = f"started {inner[0].name}, which started this process"
@@ -193,11 +209,11 @@ def _detect_named(environ: Mapping[str, str], asked: str) -> Detection:
         topology = _read_by_entry_point(environ, asked, names)
         return Detection(topology, {topology.launcher: why})
     launcher = LAUNCHERS[names.index(_key(asked))]
-    if not launcher.required & environ.keys():
+    if not any(name in environ for name in launcher.required):
         raise ConfigurationError(
             f"SYNCPRIMS_LAUNCHER={asked}, and {launcher.name} has not started this process: "
-            f"{launcher.rank} and {launcher.world_size[0]} are not set; start it with "
-            f"{launcher.name}, or unset SYNCPRIMS_LAUNCHER"
+            f"{' and '.join(launcher.variables[:2])} are not set; start it with {launcher.name}, "
+            f"or unset SYNCPRIMS_LAUNCHER"
         )
     return Detection(_read_topology(launcher, environ), {launcher.name: why})
 
@@ -246,9 +262,9 @@ def list_rank_variables() -> set[str]:
 
     What only describes the job is not among them: users' scripts read it.
     """
-    names = {"SYNCPRIMS_RUN_ID", "SYNCPRIMS_LAUNCHER", *_TORCHRUN.run_id, *_TORCHRUN.num_nodes}
-    names |= {"MASTER_ADDR", _TORCHRUN.restarts, "TORCHELASTIC_USE_AGENT_STORE"}
-    return names.union(*({*one.required, one.node_rank} for one in LAUNCHERS)) - {""}
+    names = {"SYNCPRIMS_RUN_ID", "SYNCPRIMS_LAUNCHER", "MASTER_ADDR", *_TORCHRUN.variables}
+    names.add("TORCHELASTIC_USE_AGENT_STORE")
+    return names.union(*(launcher.names(*_NUMBERS[:5]) for launcher in LAUNCHERS))
 
 
 def make_rank_variables(rank: int, world_size: int, num_nodes: int = 1) -> dict[str, str]:
@@ -259,9 +275,8 @@ def make_rank_variables(rank: int, world_size: int, num_nodes: int = 1) -> dict[
     local = world_size // num_nodes
     numbers = rank, world_size, rank % local, local, rank // local, num_nodes
     values: dict[str, str] = {}
-    for one in (_OURS, _TORCHRUN):
-        names = one.rank, *one.world_size, one.local_rank, one.local_world_size, one.node_rank
-        values |= zip((*names, *one.num_nodes), map(str, numbers), strict=True)
+    for launcher in (_OURS, _TORCHRUN):
+        values |= zip(launcher.names(*_NUMBERS), map(str, numbers), strict=True)
     return values
 
 
@@ -269,7 +284,7 @@ def find_world_sizes(environ: Mapping[str, str]) -> dict[str, int]:
     """Return every world size above one that a launcher's variable claims, by its name."""
     asked = _key(environ.get("SYNCPRIMS_LAUNCHER") or "")
     count = [one for one in _find_launchers(environ) if asked in ("", one.key)]
-    names = [name for launcher in count for name in launcher.world_size]
+    names = [name for launcher in count for name in launcher.names("world_size")]
     sizes = {name: int(environ[name]) for name in names if environ.get(name, "").isdecimal()}
     return {name: size for name, size in sizes.items() if size > 1}
 
@@ -349,98 +364,71 @@ def _find_launchers(environ: Mapping[str, str]) -> list[Launcher]:
 
 def _read_topology(launcher: Launcher, environ: Mapping[str, str]) -> Topology:
     """Return what `launcher` says."""
-
-    def number(*names: str) -> int | None:
-        return next((read_number(environ, name) for name in names if name in environ), None)
-
-    size_name = next((n for n in launcher.world_size if n in environ), launcher.world_size[0])
-    absent = [name for name in (launcher.rank, size_name) if name not in environ]
+    names = {field: launcher.find(environ, field) for field in _NUMBERS}
+    absent = [launcher.names(field)[0] for field in _NUMBERS[:2] if names[field] is None]
     if absent:
-        names = (launcher.rank, size_name, launcher.local_rank, launcher.local_world_size)
-        present = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+        present = ", ".join(f"{n}={environ[n]}" for n in launcher.required if n in environ)
         raise ConfigurationError(
             f"half a set of {launcher.name} variables: {present} without {' and '.join(absent)}; "
             f"set {' and '.join(absent)} too, or unset the others. If the program starts the other "
             f"ranks itself, it has to initialize torch.distributed before the first call"
         )
-    rank, world_size = read_number(environ, launcher.rank), read_number(environ, size_name)
+    tasks = names.pop("local_world_size") if launcher is _SLURM else None
+    numbers = {field: read_number(environ, name) for field, name in names.items() if name}
+    rank, world_size = numbers["rank"], numbers["world_size"]
     per_pod = environ.get("PET_NPROC_PER_NODE", "1")
     by_hand = launcher is _TORCHRUN and not {launcher.agent, launcher.local_rank} & environ.keys()
     if by_hand and per_pod not in ("0", "1") and per_pod.isdecimal():
         raise ConfigurationError(
-            f"PET_NPROC_PER_NODE={per_pod} and {size_name}={world_size} count {per_pod} ranks in "
-            f"each pod, and this process is the only one of its pod: start it with torchrun, which "
-            f"reads these variables"
+            f"PET_NPROC_PER_NODE={per_pod} and {names['world_size']}={world_size} count {per_pod} "
+            f"ranks in each pod, and this process is the only one of its pod: start it with "
+            f"torchrun, which reads these variables"
         )
-    node_rank = number(launcher.node_rank)
-    numbers: dict[str, int | None] = {
-        "rank": rank,
-        "world_size": world_size,
-        "local_rank": number(launcher.local_rank),
-        "local_world_size": _read_tasks_on_node(environ, node_rank)
-        if launcher is _SLURM
-        else number(launcher.local_world_size),
-        "node_rank": node_rank,
-        "num_nodes": number(*launcher.num_nodes),
-    }
-    if numbers["local_world_size"] is None and numbers["num_nodes"] == 1:
-        numbers["local_world_size"] = world_size
-    if world_size == 1 or numbers["local_world_size"] == world_size:  # all ranks share this host
+    if tasks is not None:
+        numbers |= _read_tasks_on_node(environ[tasks], numbers.get("node_rank"))
+    if numbers.get("num_nodes") == 1:
+        numbers.setdefault("local_world_size", world_size)
+    if world_size == 1 or numbers.get("local_world_size") == world_size:  # all share this host
         here = {"local_rank": rank, "local_world_size": world_size, "node_rank": 0, "num_nodes": 1}
-        numbers |= {field: n for field, n in here.items() if numbers[field] is None}
+        numbers = here | numbers
     _check_numbers(launcher, environ, numbers)
-    said = {field: UNKNOWN if n is None else n for field, n in numbers.items()}
-    local = said["local_rank"], said["local_world_size"]
-    nodes = said["node_rank"], said["num_nodes"]
-    topology = Topology(rank, world_size, *local, *nodes, launcher.name)
+    said: dict[str, Any] = dict.fromkeys(_NUMBERS, UNKNOWN) | numbers
+    topology = Topology(**said, launcher=launcher.name)
     return topology._replace(run_id=_read_run_id(launcher, environ, topology))
 
 
 def _check_numbers(
-    launcher: Launcher, environ: Mapping[str, str], numbers: Mapping[str, int | None]
+    launcher: Launcher, environ: Mapping[str, str], numbers: Mapping[str, int]
 ) -> None:
     """Accept the numbers of a topology of which each is possible, and which fit together."""
 
     def says(field: str) -> str:
         """Return ``RANK=3``; a number that no variable gives has its name in `Topology`."""
-        names: str | tuple[str, ...] = getattr(launcher, field)
-        names = (names,) if isinstance(names, str) else names
-        name = next((name for name in names if name in environ), None)
-        return f"{field}={numbers[field]}" if name is None else f"{name}={environ[name]}"
+        name = launcher.find(environ, field)
+        return f"{field}={numbers.get(field)}" if name is None else f"{name}={environ[name]}"
 
-    world_size = numbers["world_size"] or 0
-    for index, size in (
-        ("rank", "world_size"),
-        ("local_rank", "local_world_size"),
-        ("node_rank", "num_nodes"),
-    ):
-        size = "world_size" if numbers[size] is None else size
-        number, limit = numbers[index], numbers[size] or 0
-        if number is not None and not 0 <= number < limit:
+    world_size = numbers["world_size"]
+    for index, size in zip(_NUMBERS[::2], _NUMBERS[1::2], strict=True):
+        known = size if size in numbers else "world_size"
+        if index in numbers and not 0 <= numbers[index] < numbers[known]:
             raise ConfigurationError(
-                f"{launcher.name} says {says(index)} and {says(size)}: "
-                f"{says(index).partition('=')[0]} must be at least 0 and less than "
-                f"{says(size).partition('=')[0]}; correct them"
+                f"{launcher.name} says {says(index)} and {says(known)}: the first must be at least "
+                f"0, and less than the second; correct them"
             )
-    local_world_size, num_nodes = numbers["local_world_size"], numbers["num_nodes"]
-    on_one_host = local_world_size == world_size
-    if max(local_world_size or 1, num_nodes or 1) > world_size or (
-        num_nodes is not None and (num_nodes == 1) != on_one_host
-    ):
+    local, nodes = numbers.get("local_world_size", 1), numbers.get("num_nodes", 1)
+    one_host = numbers.get("local_world_size") == world_size
+    if max(local, nodes) > world_size or ("num_nodes" in numbers and (nodes == 1) != one_host):
         raise ConfigurationError(
             f"{launcher.name} says {says('local_world_size')} and {says('num_nodes')}, which do "
             f"not fit into {says('world_size')}; correct them"
         )
 
 
-def _read_tasks_on_node(environ: Mapping[str, str], node_rank: int | None) -> int | None:
+def _read_tasks_on_node(value: str, node_rank: int | None) -> dict[str, int]:
     """Return how many tasks SLURM has started on a node, if it says so.
 
     It writes ``2(x3),1`` for three nodes with two tasks each, and then one with one.
     """
-    value = environ.get(_SLURM.local_world_size)
-    if value is None:
-        return None
     import re  # slow to import, and only SLURM needs it
 
     counts: list[int] = []
@@ -452,8 +440,9 @@ def _read_tasks_on_node(environ: Mapping[str, str], node_rank: int | None) -> in
             )
         counts += [int(match[1])] * int(match[2] or 1)
     if node_rank is None:
-        return counts[0] if len(set(counts)) == 1 else None
-    return counts[node_rank] if node_rank < len(counts) else None
+        counts = counts if len(set(counts)) == 1 else []
+    here = counts[node_rank or 0 :][:1]
+    return {"local_world_size": here[0]} if here else {}
 
 
 def _read_run_id(launcher: Launcher, environ: Mapping[str, str], topology: Topology) -> str | None:
@@ -463,16 +452,12 @@ def _read_run_id(launcher: Launcher, environ: Mapping[str, str], topology: Topol
     each restart: an earlier process that still runs must not meet the later ones. But each of
     several agents counts its own restarts, so their ranks would have different names.
     """
-    parts = [environ[name] for name in launcher.run_id if name in environ]
+    parts = [environ[name] for name in launcher.names("run_id") if name in environ]
     known = f"{launcher.name}-{'-'.join(parts)}" if parts else None
     run_id = environ.get("SYNCPRIMS_RUN_ID") or known
     restarts = environ.get(launcher.restarts) or "0"
     one_counts = launcher is _SLURM or not find_spread(environ, topology)
     return f"{run_id}-restart{restarts}" if run_id and restarts != "0" and one_counts else run_id
-
-
-def _agree(a: Topology, b: Topology) -> bool:
-    return (a.rank, a.world_size) == (b.rank, b.world_size)
 
 
 def _is_inside(
@@ -495,13 +480,3 @@ def _is_inside(
         return False
     # Daemons. Open MPI starts none on its own node, so there may be fewer than nodes.
     return one_per_node and a.world_size > 1
-
-
-def _contradict(
-    environ: Mapping[str, str], first: Launcher, second: Launcher
-) -> ConfigurationError:
-    return ConfigurationError(
-        f"two launchers contradict each other: {first.says(environ)}, {second.says(environ)}; "
-        f"unset the variables of the one that did not start this process, or name the one that "
-        f"did: SYNCPRIMS_LAUNCHER={first.key} or {second.key}"
-    )

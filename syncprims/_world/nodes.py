@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from syncprims.interface import Topology
+from syncprims.interface import UNKNOWN, Topology
 
 
 class SaidPlace(NamedTuple):
@@ -19,23 +19,16 @@ class SaidPlace(NamedTuple):
     node_rank: int  #: its launcher's, or unknown
 
 
-def identify_kernel() -> str:
-    """Return what this kernel, and no other, is called: containers of one machine share it."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
-            return file.read().strip()
-    except OSError:  # not Linux
-        return socket.gethostname()
-
-
 def identify_host() -> str:
     """Return what this host, and no other, is called."""
-    name = socket.gethostname()  # containers of one machine have names of their own
+    kernel = name = socket.gethostname()  # containers of one machine have names of their own
     memory = ""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # not Linux
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
+            kernel = file.read().strip()
         found = os.stat("/dev/shm")  # noqa: PTH116 - pathlib is slow to import
         memory = f"{found.st_dev}-{found.st_ino}"
-    return f"{identify_kernel()}-{name}-{memory}"
+    return f"{kernel}-{name}-{memory}"
 
 
 def number_nodes(said: Sequence[SaidPlace]) -> list[tuple[int, int]]:
@@ -68,4 +61,11 @@ def place_on_nodes(topology: Topology, nodes: Sequence[tuple[int, int]]) -> Topo
         local_world_size=sum(other == node for other, _ in nodes),
         node_rank=node,
         num_nodes=1 + max(other for other, _ in nodes),
+    )
+
+
+def without_nodes(topology: Topology) -> Topology:
+    """Return `topology` with its numbers about hosts unknown."""
+    return topology._replace(
+        local_rank=UNKNOWN, local_world_size=UNKNOWN, node_rank=UNKNOWN, num_nodes=UNKNOWN
     )

@@ -17,33 +17,19 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from syncprims import errors
 from syncprims._protocol.call_site import describe_call
-from syncprims._protocol.validation import seconds
-from syncprims.errors import (
-    ConcurrentCall,
-    ConfigurationError,
-    ForkedProcess,
-    SyncError,
-    WorldClosed,
-    dump,
-    load,
-)
+from syncprims._protocol.validation import Seconds, seconds
+from syncprims.errors import ConfigurationError, SyncError
 from syncprims.interface import UNKNOWN, Backend, Settings, Topology
 
+from . import launchers
 from .exit_hooks import ExitHooks, reason
 from .group import Group, entered
-from .launchers import (
-    detect,
-    find_half_world,
-    find_world_sizes,
-    is_started_by_rank,
-    list_rank_variables,
-    make_rank_variables,
-)
 from .membership import await_admission, is_joining, join_epoch, reform
-from .nodes import place_on_nodes
+from .nodes import place_on_nodes, without_nodes
 from .registry import choose_backend, find_end_recorder
 from .settings import derive_store, find_misspelt, read_settings
 from .world import (
@@ -56,9 +42,6 @@ from .world import (
     report_failure,
     set_world_timeout,
 )
-
-if TYPE_CHECKING:
-    from datetime import timedelta
 
 MakeBackend = Callable[[type[Backend], Topology, Settings], Backend]
 
@@ -117,7 +100,7 @@ def _get_state() -> _State:
     return _thread_state.get() or _state
 
 
-def init(backend: str | None = None, *, timeout: float | timedelta | None = None) -> World:
+def init(backend: str | None = None, *, timeout: Seconds = None) -> World:
     """Start the world and return it, once all ranks have joined and agree.
 
     `backend` and `timeout` (the default of every call, in seconds) may also come from
@@ -150,7 +133,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         return running
 
 
-def current(timeout: float | timedelta | None = None) -> World:
+def current(timeout: Seconds = None) -> World:
     """Return the running world; the first call starts it from the environment.
 
     `timeout`, in seconds, is that of a primitive that starts the world: the other ranks have no
@@ -192,7 +175,7 @@ def shutdown() -> None:
     _end(state, None)
 
 
-def get_active_group(timeout: float | timedelta | None = None) -> Group:
+def get_active_group(timeout: Seconds = None) -> Group:
     """Return the group of the innermost ``with`` block, or that of all ranks outside of one."""
     # Every call comes here, and few programs have such a group: the name is looked up first.
     if _C10D in _modules and _get_process_group() is not _state.process_group():
@@ -286,9 +269,9 @@ def _find_topology(environ: Mapping[str, str]) -> Topology:
     """
     group = _get_process_group()
     if group is None:
-        return detect(environ)
+        return launchers.detect(environ)
     try:
-        topology = detect(environ)
+        topology = launchers.detect(environ)
         if topology.world_size > group.size():
             return topology
         if topology.world_size == group.size() and topology.launcher != "none":
@@ -300,11 +283,7 @@ def _find_topology(environ: Mapping[str, str]) -> Topology:
             raise
     run_id = environ.get("SYNCPRIMS_RUN_ID") or None
     place = Topology(group.rank(), group.size(), launcher="torch.distributed", run_id=run_id)
-    if place.world_size == 1:
-        return place
-    return place._replace(
-        local_rank=UNKNOWN, local_world_size=UNKNOWN, node_rank=UNKNOWN, num_nodes=UNKNOWN
-    )
+    return place if place.world_size == 1 else without_nodes(place)
 
 
 def _get_process_group() -> Any:
@@ -361,7 +340,7 @@ def join_as(variables: Mapping[str, str]) -> World:
     :raises SyncError: as :func:`init`.
     """
     state = _get_state()
-    launched = list_rank_variables()
+    launched = launchers.list_rank_variables()
     others = {name: value for name, value in os.environ.items() if name not in launched}
     state.environ = {**others, **variables}
     try:
@@ -392,7 +371,7 @@ def leave_group_world(world: World) -> None:
 def environ_without_rank() -> dict[str, str]:
     """Return this process's variables without those that say which rank it is, and where."""
     own = {"SYNCPRIMS_BACKEND", "SYNCPRIMS_DIR", "SYNCPRIMS_ERROR_FILE"}
-    outer = list_rank_variables() | own
+    outer = launchers.list_rank_variables() | own
     return {name: value for name, value in os.environ.items() if name not in outer}
 
 
@@ -462,7 +441,7 @@ def _check_same(running: World, backend: str | None, timeout: float | None) -> N
 
 def _start(state: _State, backend: str | None, settings: Settings) -> World:
     if state.is_starting:
-        raise ConcurrentCall(
+        raise errors.ConcurrentCall(
             f"a signal handler calls {describe_call()}, and it has interrupted the start of the "
             f"world: let the handler set a flag, as Trigger.set_on_signal does"
         )
@@ -522,7 +501,7 @@ def _take_topology(state: _State, world: World) -> None:
     """Keep the numbers of a world that has met, and correct variables that name others."""
     top = state.topology = world.topology
     if world.epoch:
-        variables = make_rank_variables(top.rank, top.world_size, top.num_nodes)
+        variables = launchers.make_rank_variables(top.rank, top.world_size, top.num_nodes)
         environ: Any = state.environ
         environ.update({name: value for name, value in variables.items() if name in environ})
 
@@ -572,7 +551,7 @@ def _warn_of_variables(state: _State, topology: Topology) -> None:
             f"{name} is set, and nothing reads it{hint} `syncprims env` lists the variables that "
             f"are read"
         )
-    missing = find_half_world(state.environ, topology) if topology.world_size == 1 else ""
+    missing = launchers.find_half_world(state.environ, topology) if topology.world_size == 1 else ""
     if missing:
         warnings.append(
             f"this is a world of one: {missing}. If it is meant to be alone, set "
@@ -591,8 +570,8 @@ def _fail(state: _State, error: BaseException) -> None:
     _end(state, error)
     state.ended = state.topology = None
     if isinstance(error, SyncError):
-        verdict = dump(error)
-        state.ended = lambda: load(verdict)
+        verdict = errors.dump(error)
+        state.ended = lambda: errors.load(verdict)
 
 
 def _end(state: _State, error: BaseException | None) -> None:
@@ -610,7 +589,7 @@ def _end_block(world: World, error: BaseException | None) -> None:
 
 
 def _closed() -> SyncError:
-    return WorldClosed(
+    return errors.WorldClosed(
         "this rank has left the world: shutdown() was called, the `with init()` block has ended, "
         "or Python is exiting. Make the call before that, or start a world with init()"
     )
@@ -621,7 +600,7 @@ def _on_fork() -> None:
     if thread is not None:  # a thread was a rank; its child is a process, and no rank
         _thread_state.set(None)
         _leave_to_parent(thread)
-        _state.topology = thread.topology or detect(thread.environ)
+        _state.topology = thread.topology or launchers.detect(thread.environ)
         _state.ended = thread.ended or _forked
     _leave_to_parent(_state)
     _state.thread_worlds = 0
@@ -636,7 +615,7 @@ def _leave_to_parent(state: _State) -> None:
 
 
 def _forked() -> SyncError:
-    return ForkedProcess(
+    return errors.ForkedProcess(
         f"process {os.getpid()} is a forked child of rank {get_topology().rank} and not a rank: "
         f"it cannot synchronize. Call primitives in the parent, or, to make the child a rank of "
         f"another world, call shutdown() in it first"
@@ -648,7 +627,7 @@ def _end_process(error: BaseException | None) -> None:
     path = _state.environ.get("SYNCPRIMS_ERROR_FILE")
     if error is not None and path and _state.running is None and _state.ended is not _forked:
         with contextlib.suppress(SyncError):
-            report_failure(path, detect(_state.environ).rank, error)
+            report_failure(path, launchers.detect(_state.environ).rank, error)
     _end(_state, error)
 
 
@@ -663,7 +642,7 @@ def _record_early_end(process: int) -> None:
     # Our launcher sees the end itself, and a forked child is not a rank.
     if not never_started or "SYNCPRIMS_ERROR_FILE" in environ or os.getpid() != process:
         return
-    if not find_world_sizes(environ) or is_started_by_rank(environ):
+    if not launchers.find_world_sizes(environ) or launchers.is_started_by_rank(environ):
         return
     with contextlib.suppress(Exception):  # the others wait until their timeout
         recorder, topology, settings = find_end_recorder(environ)

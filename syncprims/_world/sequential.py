@@ -63,7 +63,6 @@ class InTurn:
         self._rounds = rounds
         self._name = name
         self._timeout = timeout
-        self._index = rounds.members.index(rounds.rank)
         self._labels: list[Label] = []
 
     def __enter__(self) -> None:
@@ -71,14 +70,15 @@ class InTurn:
         self._labels = [
             rounds.note("in_turn", self._name, member).label for member in rounds.members
         ]
-        self._pass(self._labels[: self._index])
+        self._pass(self._labels[: rounds.index])
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        rounds = self._rounds
         if error is not None:
-            self._rounds.fail(self._labels[self._index], error)
+            rounds.fail(self._labels[rounds.index], error)
         else:
-            _deliver_output(self._rounds)
-            self._pass(self._labels[self._index :])
+            _deliver_output(rounds)
+            self._pass(self._labels[rounds.index :])
 
     def _pass(self, labels: list[Label]) -> None:
         def meet_each(sequence: RoundSequence) -> None:

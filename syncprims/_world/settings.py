@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from syncprims.errors import ConfigurationError
 from syncprims.interface import Settings, Topology
@@ -11,28 +12,6 @@ from syncprims.interface import Settings, Topology
 from .launchers import LAUNCHERS, read_number
 
 _PREFIX = "SYNCPRIMS_"
-#: Every variable with our prefix that is read, without the prefix.
-_OURS = {
-    "BACKEND",
-    "DIR",
-    "DUMP_AFTER",
-    "ELASTIC",
-    "ERROR_FILE",
-    "HEARTBEAT",
-    "JOIN_TIMEOUT",
-    "LAUNCHER",
-    "MIXED_PRECISION",
-    "PICKLE",
-    "RESTART",
-    "RUN_ID",
-    "SERVE_TORCH",
-    "STRICT",
-    "TIMEOUT",
-    "TRACE",
-    "TRACE_LIMIT",
-    "WARN_AFTER",
-    *(n.removeprefix(_PREFIX) for n in LAUNCHERS[0].variables if n.startswith(_PREFIX)),
-}
 _FIRST_PORT, _PORTS = 15000, 17000  # that are derived; systems assign those from 32768 up
 
 
@@ -41,51 +20,33 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
 
     :raises ConfigurationError: if a value is not what its variable takes.
     """
-    default = Settings()
-    return Settings(
-        timeout=_read_seconds(environ, "SYNCPRIMS_TIMEOUT"),
-        join_timeout=_read_seconds(environ, "SYNCPRIMS_JOIN_TIMEOUT") or default.join_timeout,
-        warn_after=_read_seconds(environ, "SYNCPRIMS_WARN_AFTER") or default.warn_after,
-        dump_after=_read_seconds(environ, "SYNCPRIMS_DUMP_AFTER") or default.dump_after,
-        directory=environ.get("SYNCPRIMS_DIR") or None,
-        runtime_directory=environ.get("XDG_RUNTIME_DIR") or None,
-        pickle=_read_switch(environ, "SYNCPRIMS_PICKLE", default=True),
-        strict=_read_switch(environ, "SYNCPRIMS_STRICT", default=False),
-        store=_read_store(environ),
-        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        heartbeat=_read_seconds(environ, "SYNCPRIMS_HEARTBEAT") or default.heartbeat,
-        gloo_interfaces=environ.get("GLOO_SOCKET_IFNAME") or None,
-        error_file=environ.get("SYNCPRIMS_ERROR_FILE") or None,
-        trace=environ.get("SYNCPRIMS_TRACE") or None,
-        trace_limit=_read_mebibytes(environ, "SYNCPRIMS_TRACE_LIMIT") or default.trace_limit,
-        mixed_precision=environ.get("SYNCPRIMS_MIXED_PRECISION") or None,
-        elastic=_read_switch(environ, "SYNCPRIMS_ELASTIC", default=False),
-    )
+    read = {
+        field: convert(name, environ[name])
+        for field, (name, convert) in _VARIABLES.items()
+        if environ.get(name)
+    }
+    agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Settings(**read, store=_read_store(environ), agent_store=agent_store)
 
 
 def find_misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables with our prefix that are never read, and the nearest that is."""
-    names = [name.removeprefix(_PREFIX) for name in environ if name.startswith(_PREFIX)]
-    unknown = sorted(name for name in names if name not in _OURS)
+    unknown = sorted(name for name in environ if name.startswith(_PREFIX) and name not in _OURS)
     if not unknown:
         return {}
     import difflib  # slow to import
 
-    nearest = {name: difflib.get_close_matches(name, _OURS, 1, 0.7) for name in unknown}
-    return {_PREFIX + name: _PREFIX + best[0] if best else None for name, best in nearest.items()}
+    nearest = {name: difflib.get_close_matches(name, _OURS, 1, 0.85) for name in unknown}
+    return {name: best[0] if best else None for name, best in nearest.items()}
 
 
-def _read_switch(environ: Mapping[str, str], name: str, *, default: bool) -> bool:
-    value = environ.get(name) or str(int(default))
+def _switch(name: str, value: str) -> bool:
     if value not in ("0", "1"):
         raise ConfigurationError(f"{name}={value!r}: it takes 0 or 1")
     return value == "1"
 
 
-def _read_seconds(environ: Mapping[str, str], name: str) -> float | None:
-    value = environ.get(name)
-    if not value:
-        return None
+def _seconds(name: str, value: str) -> float:
     try:
         seconds = float(value)
     except ValueError:
@@ -95,14 +56,41 @@ def _read_seconds(environ: Mapping[str, str], name: str) -> float | None:
     return seconds
 
 
-def _read_mebibytes(environ: Mapping[str, str], name: str) -> int | None:
+def _mebibytes(name: str, value: str) -> int:
     """Return the number of bytes."""
-    value = environ.get(name)
-    if not value:
-        return None
     if not (value.isascii() and value.isdecimal() and 1 <= int(value) <= 1 << 20):
         raise ConfigurationError(f"{name}={value!r}: it takes a number of MiB from 1 up")
     return int(value) << 20
+
+
+def _text(name: str, value: str) -> str:
+    return value
+
+
+#: By the field of `Settings`: the variable, and what its text becomes.
+_VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "timeout": ("SYNCPRIMS_TIMEOUT", _seconds),
+    "join_timeout": ("SYNCPRIMS_JOIN_TIMEOUT", _seconds),
+    "warn_after": ("SYNCPRIMS_WARN_AFTER", _seconds),
+    "dump_after": ("SYNCPRIMS_DUMP_AFTER", _seconds),
+    "directory": ("SYNCPRIMS_DIR", _text),
+    "runtime_directory": ("XDG_RUNTIME_DIR", _text),
+    "pickle": ("SYNCPRIMS_PICKLE", _switch),
+    "strict": ("SYNCPRIMS_STRICT", _switch),
+    "heartbeat": ("SYNCPRIMS_HEARTBEAT", _seconds),
+    "gloo_interfaces": ("GLOO_SOCKET_IFNAME", _text),
+    "error_file": ("SYNCPRIMS_ERROR_FILE", _text),
+    "trace": ("SYNCPRIMS_TRACE", _text),
+    "trace_limit": ("SYNCPRIMS_TRACE_LIMIT", _mebibytes),
+    "mixed_precision": ("SYNCPRIMS_MIXED_PRECISION", _text),
+    "elastic": ("SYNCPRIMS_ELASTIC", _switch),
+}
+#: Every variable with our prefix that is read.
+_OURS = (
+    {name for name, _ in _VARIABLES.values()}
+    | {*LAUNCHERS[0].variables}
+    | {f"{_PREFIX}{name}" for name in ("BACKEND", "LAUNCHER", "RESTART", "RUN_ID", "SERVE_TORCH")}
+)
 
 
 def _read_store(environ: Mapping[str, str]) -> tuple[str, int] | None:
@@ -124,11 +112,8 @@ def derive_store(environ: Mapping[str, str], topology: Topology) -> tuple[str, i
     names = ("SLURM_STEP_NODELIST",) if own_step else ()  # of others: what started their daemons
     names = (*names, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next((environ[name] for name in names if environ.get(name)), None)
-    if (
-        topology.num_nodes == 1
-        or nodes is None
-        or topology.launcher in ("none", "torch.distributed")
-    ):
+    is_started = topology.launcher not in ("none", "torch.distributed")
+    if nodes is None or topology.num_nodes == 1 or not is_started:
         return None
     first, here = _find_first_node(nodes), environ.get("SLURMD_NODENAME")
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")

@@ -8,6 +8,7 @@ below it, which use its private members.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
@@ -23,20 +24,11 @@ from syncprims._protocol.call_site import NoteCache
 from syncprims._protocol.deadlock import DeadlockDetector
 from syncprims._protocol.rounds import DEADLOCK_SEARCH, Rounds, RoundSequence
 from syncprims._protocol.validation import whole_number
-from syncprims.errors import (
-    BackendUnavailable,
-    ConfigurationError,
-    Failure,
-    PeerFailed,
-    SyncError,
-    SyncTimeout,
-    install,
-    name_ranks,
-)
-from syncprims.interface import UNKNOWN, Backend, Board, Note, Settings, Topology
+from syncprims.errors import ConfigurationError, SyncError
+from syncprims.interface import Backend, Board, Note, Settings, Topology
 
 from .group import Group, close_group, rounds_of
-from .nodes import SaidPlace, identify_host, number_nodes, place_on_nodes
+from .nodes import SaidPlace, identify_host, number_nodes, place_on_nodes, without_nodes
 
 #: Seconds after which a wait ends where the backend cannot distinguish a dead rank from a slow one.
 BLIND_TIMEOUT = 1800.0
@@ -87,14 +79,8 @@ class Epoch(NamedTuple):
 
     def topology(self, slot: int, before: Topology) -> Topology:
         """Return the topology of the process of `slot`; its hosts are not known yet."""
-        return before._replace(
-            rank=self.rank(slot),
-            world_size=len(self.members),
-            local_rank=UNKNOWN,
-            local_world_size=UNKNOWN,
-            node_rank=UNKNOWN,
-            num_nodes=UNKNOWN,
-        )
+        topology = before._replace(rank=self.rank(slot), world_size=len(self.members))
+        return without_nodes(topology)
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -142,6 +128,7 @@ class World:
         self._background = Background(backend)
         self._groups: dict[tuple[int, ...], Group] = {}
         self._named: list[Rounds] = []  # at boards of their own, beside those of groups
+        self._opened = collections.Counter[tuple[tuple[int, ...], str]]()  # boards: members, name
         self._nodes: list[int] = []  # of each rank, known after the start
         self._at_end = contextlib.ExitStack()  # closed before this rank leaves
         self.group = self._make_group(range(topology.world_size))  #: of all ranks
@@ -205,8 +192,8 @@ class World:
             try:
                 import_module("syncprims.c10d").open_default_group(self, self._at_end)
             except ImportError as error:
-                raise BackendUnavailable(
-                    f"open_process_group() needs torch: {install('torch')}"
+                raise errors.BackendUnavailable(
+                    f"open_process_group() needs torch: {errors.install('torch')}"
                 ) from error
             return True
         rounds = rounds_of(self.group)
@@ -271,10 +258,14 @@ def open_rounds(
 ) -> Rounds:
     """Return this rank's rounds at the board `name` of `members`, which the caller sorts.
 
-    Every member opens it once, and it lasts until :func:`close_rounds` or the end of the world.
-    Frames of files below the folders `between` stand between the user's line and a call.
+    It lasts until :func:`close_rounds` or the end of the world. If it has been opened before, this
+    is another one, and has another name: every member opens it as often as the others. Frames of
+    files below the folders `between` stand between the user's line and a call.
     """
-    rounds = world._make_rounds(tuple(members), name)
+    key = tuple(members), name
+    earlier = world._opened[key]
+    world._opened[key] += 1
+    rounds = world._make_rounds(key[0], f"{name} again {earlier}" if earlier else name)
     if between:
         rounds.note = NoteCache(between).note
     world._named.append(rounds)
@@ -377,7 +368,7 @@ def _meet_first(world: World, rounds: Rounds, note: Note) -> Sequence[Note]:
     """Return the notes of all ranks; the error of a timeout says where this rank waits."""
     try:
         return rounds.meet(note, world.settings.join_timeout)
-    except SyncTimeout as error:
+    except errors.SyncTimeout as error:
         place = world._backend.meeting_place
         where = f" in {place}" if place else ""
         more = (
@@ -415,7 +406,7 @@ def make_group(world: World, ranks: Sequence[int]) -> Group:
         )
     # Also for a group that exists: else a rank that asks for another one would go unnoticed.
     rounds = rounds_of(world.group)
-    note = rounds.note("group", name_ranks(members))
+    note = rounds.note("group", errors.name_ranks(members))
 
     def make(sequence: RoundSequence) -> Group:
         # If one rank cannot make it, the others would wait for that rank in it.
@@ -534,7 +525,7 @@ def report_failure(path: str, rank: int, error: BaseException) -> None:
 def _encode(rank: int, error: BaseException | None) -> bytes | None:
     if error is None:
         return None
-    return errors.dump(PeerFailed.from_failure(Failure.of(rank, error)))
+    return errors.dump(errors.PeerFailed.from_failure(errors.Failure.of(rank, error)))
 
 
 def _report_end(path: str, failure: bytes | None) -> None:

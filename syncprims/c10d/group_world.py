@@ -6,24 +6,14 @@ And the other way round: the default group that a world opens.
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import Any
 
-from syncprims._world.runtime import (
-    current,
-    find_world,
-    join_as,
-    keep_until_exit,
-    leave_group_world,
-    names_backend,
-)
+from syncprims._world import runtime
+from syncprims._world.world import World
 from syncprims.errors import ConfigurationError
 
 from .torch_internals import NAME, dist, find_backing_store, is_rendezvous_replaced
-
-if TYPE_CHECKING:
-    from contextlib import ExitStack
-
-    from syncprims._world.world import World
 
 
 def join_group_world(store: Any, rank: int, world_size: int) -> tuple[World, bool]:
@@ -36,13 +26,13 @@ def join_group_world(store: Any, rank: int, world_size: int) -> tuple[World, boo
     :raises ConfigurationError: if the world has other numbers than the group.
     """
     _keep_server(store)
-    world, started = find_world(), False
+    world, started = runtime.find_world(), False
     if world is None:
         started = True
-        world = current() if names_backend() else _start(store, rank, world_size)
+        world = runtime.current() if runtime.names_backend() else _start(store, rank, world_size)
     if (world.rank, world.world_size) != (rank, world_size):
         if started:
-            leave_group_world(world)
+            runtime.leave_group_world(world)
         raise ConfigurationError(
             f"init_process_group({NAME!r}) with rank={rank} and world_size={world_size}: the world "
             f"of this process has rank={world.rank} and world_size={world.world_size}. Give both "
@@ -61,7 +51,7 @@ def _keep_server(store: Any) -> None:
     """
     backing = find_backing_store(store)
     if isinstance(backing, dist.TCPStore):
-        keep_until_exit((backing.host, backing.port), backing)
+        runtime.keep_until_exit((backing.host, backing.port), backing)
 
 
 def _start(store: Any, rank: int, world_size: int) -> World:
@@ -82,7 +72,7 @@ def _start(store: Any, rank: int, world_size: int) -> World:
             "MASTER_PORT": str(server.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # it is served already
         }
-    return join_as(variables)
+    return runtime.join_as(variables)
 
 
 def open_default_group(world: World, at_end: ExitStack) -> None:

@@ -10,28 +10,23 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
+import torch
 from torch.distributed import Work
+from torch.futures import Future
 
 from syncprims._data import LARGE
 from syncprims._data.arrays import raw
-from syncprims._world.world import background_of, close_rounds, open_rounds, wait_any
+from syncprims._protocol.rounds import PendingRound, Rounds
+from syncprims._world.world import World, background_of, close_rounds, open_rounds, wait_any
 from syncprims.errors import PeerLost, SyncError, dump
 from syncprims.interface import Label, Note
 
 from .tensors import OutputTensors, items_of
 from .torch_internals import BETWEEN, finished_work, make_backend_error
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from datetime import timedelta
-
-    import torch
-    from torch.futures import Future
-
-    from syncprims._protocol.rounds import PendingRound, Rounds
-    from syncprims._world.world import World
 
 
 class Transfer(Work):

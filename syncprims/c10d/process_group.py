@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 
@@ -15,38 +16,17 @@ from syncprims._data.plane import DataPlane
 from syncprims._data.reduction import combine
 from syncprims._protocol.rounds import RoundSequence
 from syncprims._world.runtime import find_world, leave_group_world
-from syncprims._world.world import close_rounds, open_rounds
+from syncprims._world.world import World, close_rounds, open_rounds
 from syncprims.errors import RankMismatch, SyncError, WorldClosed, name_ranks
 from syncprims.interface import Mark, Note
 
+from . import torch_internals as internals
 from .group_world import join_group_world
 from .point_to_point import PointToPoint
 from .tensors import OutputTensors, describe, items_of, nothing
-from .torch_internals import (
-    BETWEEN,
-    NAME,
-    call_by_dispatcher,
-    default_timeouts,
-    dist,
-    finished_work,
-    flattened,
-    is_profiling,
-    keep_from_compiler,
-    make_backend_error,
-    needs_dispatcher,
-    recorded,
-    reduction_of,
-    with_old_names,
-)
+from .torch_internals import BETWEEN, NAME, dist, finished_work, make_backend_error
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from syncprims._world.world import World
-
-    Tensors = torch.Tensor | Sequence[torch.Tensor]
-
-
+Tensors = torch.Tensor | Sequence[torch.Tensor]
 M = TypeVar("M", bound="Callable[..., Any]")
 
 
@@ -67,13 +47,6 @@ def create_process_group(options: Any, backend_options: object = None) -> SyncPr
             f"init_process_group({NAME!r}), and call new_group() before destroy_process_group()"
         )
     return SyncProcessGroup(world, ranks, options, started=started)
-
-
-def _count(world: Any, key: tuple[tuple[int, ...], str]) -> int:
-    """Return how many groups of these members and this name the world has had before."""
-    counts: dict[Any, int] = world.extras.setdefault(f"c10d {world.epoch}", {})
-    counts[key] = counts.get(key, 0) + 1
-    return counts[key] - 1
 
 
 class _Options(NamedTuple):
@@ -111,18 +84,20 @@ def _recorded(title: str, shown: int = 0) -> Callable[[M], M]:
     """
 
     def decorate(method: M) -> M:
-        @keep_from_compiler
+        @internals.keep_from_compiler
         @functools.wraps(method)
         def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
             try:
-                if needs_dispatcher(args):
+                if internals.needs_dispatcher(args):
                     several = method.__name__.endswith("_single") and isinstance(args[0], list)
                     name = method.__name__ + ("_coalesced" if several else "")
                     plain = functools.partial(call, self)
-                    return call_by_dispatcher(self, name, args, named, plain)
-                if not is_profiling():
+                    return internals.call_by_dispatcher(self, name, args, named, plain)
+                if not internals.is_profiling():
                     return method(self, *args, **named)
-                with recorded(f"{self.served_as}:{title}", flattened(args[shown : shown + 1])):
+                with internals.recorded(
+                    f"{self.served_as}:{title}", internals.flattened(args[shown : shown + 1])
+                ):
                     return method(self, *args, **named)
             except SyncError as error:
                 make_backend_error(error)
@@ -133,7 +108,7 @@ def _recorded(title: str, shown: int = 0) -> Callable[[M], M]:
     return decorate
 
 
-@with_old_names
+@internals.with_old_names
 class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A group of ranks whose calls are rounds at a board of their own.
 
@@ -154,9 +129,8 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._me = options.group_rank
         self._index_of = [members.index(rank) for rank in ranks]  # by group rank: on the board
         self._in_order = self._index_of == list(range(len(ranks)))
-        earlier = _count(world, (members, self.group_name))
-        board = f"group {self.group_name}" + (f" again {earlier}" if earlier else "")
-        self._rounds = open_rounds(world, members, board, BETWEEN)
+        self._rounds = open_rounds(world, members, f"group {self.group_name}", BETWEEN)
+        board = self._rounds.board.name
         self._point_to_point = PointToPoint(world, board, ranks, options.group_rank)
         self._left = False
         self._timeout: float | None = None
@@ -254,7 +228,9 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         torch say nothing, either.
         """
         seconds = timeout.total_seconds()
-        if seconds <= 0 or (self._rounds.board.observed and timeout in default_timeouts()):
+        if seconds <= 0 or (
+            self._rounds.board.observed and timeout in internals.default_timeouts()
+        ):
             return None
         return seconds
 
@@ -276,7 +252,9 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 root = value
             elif value is not None:
                 op = value
-        return _Options("sum" if op is None else reduction_of(op), root, self._limit(timeout))
+        return _Options(
+            "sum" if op is None else internals.reduction_of(op), root, self._limit(timeout)
+        )
 
     def _note(
         self, kind: str, what: str | None = None, root: int | None = None, op: str | None = None
@@ -499,7 +477,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         rooms = list(empty_array(own, (len(parts), len(own)), own.dtype))
         self._exchange(note, options, parts, rooms)
         with OutputTensors(output) as (out,):
-            combine(self._by_index(rooms), op, out)
+            combine(self._by_index(rooms), out, op)
 
     # -- all-to-all -----------------------------------------------------------------------------
 
@@ -550,7 +528,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             rounds.fail(note.label, error)
             raise
         parts, rooms = self._by_index(parts), self._by_index(rooms)
-        count, me = len(parts), rounds.members.index(rounds.rank)
+        count, me = len(parts), rounds.index
         form, own_sizes = f"<{2 * count}Q", [array.nbytes for array in (*parts, *rooms)]
         in_note = transport is None or sum(own_sizes[:count]) < LARGE
         payload = b"".join([struct.pack(form, *own_sizes), *map(raw, parts if in_note else ())])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from syncprims._data.arrays import flat
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _LONGEST = 120  # bytes of a text that names tensors
 

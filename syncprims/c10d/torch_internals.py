@@ -14,8 +14,9 @@ import functools
 import itertools
 import os
 import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -23,9 +24,6 @@ from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncprims.errors import BackendUnavailable, SyncError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 _internals: Any = cast("Any", torch)._C
 dist: Any = torch.distributed  # its types leave out what its documentation names
@@ -66,19 +64,15 @@ _OLD_NAMES = {
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-def missing(name: str) -> BackendUnavailable:
-    """Return the error of a torch that lacks what this package needs."""
-    return BackendUnavailable(
-        f"torch {torch.__version__} has no {name}, which the c10d backend {NAME!r} needs: use a "
-        f"version that docs/concepts/c10d.md names. The rest of syncprims works"
-    )
-
-
 def _find(module: Any, name: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        raise missing(f"{module.__name__}.{name}") from None
+        raise BackendUnavailable(
+            f"torch {torch.__version__} has no {module.__name__}.{name}, which the c10d backend "
+            f"{NAME!r} needs: use a version that docs/concepts/c10d.md names. The rest of "
+            f"syncprims works"
+        ) from None
 
 
 def c10d() -> Any:
@@ -351,8 +345,30 @@ def find_backing_store(store: Any) -> Any:
     return store
 
 
-def replace_group_maker() -> Callable[[], None]:
-    """Make torch create every process group with this backend; return what ends that.
+def replaced(*attributes: tuple[Any, str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which these attributes, each of an owner and with a name, are replaced.
+
+    :raises BackendUnavailable: if an owner does not have one.
+    """
+    before = [(owner, name, _find(owner, name)) for owner, name, _ in attributes]
+
+    @contextlib.contextmanager
+    def replace() -> Generator[None]:
+        for attribute in attributes:
+            setattr(*attribute)
+        try:
+            yield
+        finally:
+            for attribute in before:
+                setattr(*attribute)
+
+    return replace()
+
+
+def serve_every_backend() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which every process group of this process, for any backend, is ours.
+
+    ``torch.distributed.get_backend`` returns the name that the program asked for.
 
     `_new_process_group_helper` makes all groups (1.8 and newer), and `_world` has their tables
     (2.1 and newer), in which the group keeps the backend that the program has named.
@@ -376,50 +392,25 @@ def replace_group_maker() -> Callable[[], None]:
         return group, prefixed
 
     # A build without NCCL has no timeout of NCCL, and would warn a program that asks for NCCL.
-    of_nccl = module.default_pg_nccl_timeout
-    module._new_process_group_helper = make
-    module.default_pg_nccl_timeout = of_nccl or module.default_pg_timeout
-
-    def undo() -> None:
-        module._new_process_group_helper = original
-        module.default_pg_nccl_timeout = of_nccl
-
-    return undo
+    of_nccl = module.default_pg_nccl_timeout or module.default_pg_timeout
+    return replaced(
+        (module, "_new_process_group_helper", make), (module, "default_pg_nccl_timeout", of_nccl)
+    )
 
 
-@contextlib.contextmanager
-def serve_every_backend() -> Generator[None]:
-    """Serve, within the block, every process group of this process, for any backend it names.
-
-    ``torch.distributed.get_backend`` returns the name that the program asked for.
-    """
-    undo = replace_group_maker()
-    try:
-        yield
-    finally:
-        undo()
-
-
-@contextlib.contextmanager
 def replaced_rendezvous(
     rendezvous: Callable[[str, int, int], tuple[Any, int, int]],
-) -> Generator[None]:
-    """Make `init_process_group`, within the block, find its store, rank and size here.
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which `init_process_group` finds its store, rank and size here.
 
     It calls ``rendezvous(url, rank, world_size)`` of its module, with -1 for what the program does
     not say (2.0 and newer).
     """
-    module = c10d()
-    original = _find(module, "rendezvous")
 
     def meet(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
         yield rendezvous(url, rank, world_size)
 
-    module.rendezvous = meet
-    try:
-        yield
-    finally:
-        module.rendezvous = original
+    return replaced((c10d(), "rendezvous", meet))
 
 
 def is_rendezvous_replaced() -> bool:
@@ -427,9 +418,8 @@ def is_rendezvous_replaced() -> bool:
     return bool(c10d().rendezvous.__module__ == __name__)
 
 
-@contextlib.contextmanager
-def before_ddp_forward(check: Callable[[Any], None]) -> Generator[None]:
-    """Call ``check(model)``, within the block, before each forward pass of DDP that synchronizes.
+def before_ddp_forward(check: Callable[[Any], None]) -> contextlib.AbstractContextManager[None]:
+    """Return a context with ``check(model)`` before each forward pass of DDP that synchronizes.
 
     A model with a communication hook (`_comm_hooks`, 2.0 and newer) may average in its own way.
     """
@@ -442,58 +432,46 @@ def before_ddp_forward(check: Callable[[Any], None]) -> Generator[None]:
             check(model)
         return original(model, *inputs, **named)
 
-    ddp.forward = forward
-    try:
-        yield
-    finally:
-        ddp.forward = original
+    return replaced((ddp, "forward", forward))
 
 
 # -- ranks that are threads ------------------------------------------------------------------------
 
 
+def _nothing(rank: int) -> None:
+    """Return what an attribute is in which a new process keeps nothing."""
+
+
+def _no_entries(rank: int) -> dict[Any, Any]:
+    return {}
+
+
+_C10D = "torch.distributed.distributed_c10d"
+_TABLES = (
+    "_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag"
+)  # fmt: skip
+_PLANS = ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata")
+_LOSS, _FSDP = "torch.distributed.tensor.parallel.loss", "torch.distributed.fsdp._debug_utils"
 #: What torch keeps for a process in attributes, and what a new process has there: the module, the
 #: name in it, and a function of the rank. In 2.6 only the plans of a planner are missing; what is
 #: missing is left out.
 PROCESS_ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
-    ("torch.distributed.distributed_c10d", "_world", lambda rank: c10d()._World()),
-    *(
-        ("torch.distributed.distributed_c10d", table, lambda rank: {})
-        for table in (
-            "_pg_map",
-            "_pg_names",
-            "_pg_group_ranks",
-            "_pg_backend_config",
-            "_tags_to_pg",
-            "_pg_to_tag",
-        )
-    ),
-    ("torch.distributed.distributed_c10d", "_group_count", lambda rank: 0),
-    ("torch.distributed.distributed_c10d", "_backend", lambda rank: None),
-    ("torch.distributed.distributed_c10d", "_default_pg_init_method", lambda rank: None),
-    (
-        "torch.nn.parallel.distributed",
-        "DistributedDataParallel._active_ddp_module",
-        lambda rank: None,
-    ),
-    ("torch.distributed.tensor._random", "_rng_tracker", lambda rank: None),
+    (_C10D, "_world", lambda rank: c10d()._World()),
+    *((_C10D, table, _no_entries) for table in _TABLES),
+    (_C10D, "_group_count", lambda rank: 0),
+    (_C10D, "_backend", _nothing),
+    (_C10D, "_default_pg_init_method", _nothing),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", _nothing),
+    ("torch.distributed.tensor._random", "_rng_tracker", _nothing),
     # `loss_parallel` changes it for the time of its block.
-    (
-        "torch.distributed.tensor.parallel.loss",
-        "DTensor._op_dispatcher._custom_op_handlers",
-        lambda rank: _handlers_without_loss(),
-    ),
+    (_LOSS, "DTensor._op_dispatcher._custom_op_handlers", lambda rank: _handlers_without_loss()),
     # The first FSDP notes there what it does at the moment, and refuses to do that twice.
-    ("torch.distributed.fsdp._debug_utils", "SimpleProfiler.profiling", lambda rank: set[str]()),
-    (
-        "torch.distributed.fsdp._debug_utils",
-        "SimpleProfiler.results",
-        lambda rank: collections.defaultdict[str, float](float),
-    ),
+    (_FSDP, "SimpleProfiler.profiling", lambda rank: set[str]()),
+    (_FSDP, "SimpleProfiler.results", lambda rank: collections.defaultdict[str, float](float)),
     # Plans that a save keeps for the next one, by the class of the planner.
     *(
-        ("torch.distributed.checkpoint.planner", f"SavePlanner._cached_{kept}", lambda rank: {})
-        for kept in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata")
+        ("torch.distributed.checkpoint.planner", f"SavePlanner._cached_{kept}", _no_entries)
+        for kept in _PLANS
     ),
 )
 
@@ -527,20 +505,15 @@ def threads_as_processes() -> Generator[None]:
 
     isolate = _find(_distributed_c10d, "_set_thread_isolation_mode")
     profilers: Any = torch.autograd.profiler, torch.profiler
-    starts = (
-        (profilers[0].profile, "_prepare_trace"),
-        (profilers[1].ExecutionTraceObserver, "start"),
-    )
-    before = [getattr(owner, name) for owner, name in starts]
     _isolating.append(isolate)
     isolate(True)
-    for owner, name in starts:
-        setattr(owner, name, _refuse_profiler)
     try:
-        yield
+        with replaced(
+            (profilers[0].profile, "_prepare_trace", _refuse_profiler),
+            (profilers[1].ExecutionTraceObserver, "start", _refuse_profiler),
+        ):
+            yield
     finally:
-        for (owner, name), start in zip(starts, before, strict=True):
-            setattr(owner, name, start)
         _isolating.pop()
         isolate(bool(_isolating))
 

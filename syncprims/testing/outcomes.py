@@ -34,19 +34,7 @@ from syncprims._protocol.diagnosis import CURE_MISMATCH
 from syncprims.errors import TORN, CollectiveMismatch, PeerFailed, PeerLost, SyncError
 from syncprims.interface import Label
 
-from .errors import (
-    DeadlockError,
-    FaultMissed,
-    Killed,
-    RankDied,
-    StallError,
-    UnequalRounds,
-    WorldAborted,
-    chain_of,
-    headline,
-    is_consequence,
-    leaves,
-)
+from . import errors
 from .faults import Delay, Fault, Kill, Raise, Stop, is_due
 from .rank_threads import RankThreads, rank_threads
 from .scheduler import Seed
@@ -109,8 +97,8 @@ class RankOutcome:
     @property
     def failed_in_call(self) -> bool:
         """Whether the rank has raised an error of this library, or a group of such errors."""
-        errors = leaves(self.error)
-        return bool(errors) and all(isinstance(leaf, SyncError) for leaf in errors)
+        raised = errors.leaves(self.error)
+        return bool(raised) and all(isinstance(leaf, SyncError) for leaf in raised)
 
     @property
     def is_waiting(self) -> bool:
@@ -138,10 +126,10 @@ class RankOutcome:
                     raise error
             self.end = "returned"
         except BaseException as error:
-            kinds = {type(leaf) for leaf in leaves(error)}
-            if WorldAborted in kinds:
+            kinds = {type(leaf) for leaf in errors.leaves(error)}
+            if errors.WorldAborted in kinds:
                 pass
-            elif Killed in kinds:
+            elif errors.Killed in kinds:
                 self.end = "killed"
             elif isinstance(error, SystemExit) and not error.code:
                 self.end = "returned"
@@ -166,10 +154,11 @@ class RankOutcome:
                 break
             first = first.tb_next
         self.end, self.error = "raised", error.with_traceback(first)
-        self.consequence = is_consequence(error)
+        self.consequence = errors.is_consequence(error)
         # What it handled: a `finally` with a barrier, after an exception that others do not know.
-        chain = chain_of(error) if isinstance(error, TORN) else []
-        self.handled = next((headline(link) for link in chain if not isinstance(link, TORN)), "")
+        chain = errors.chain_of(error) if isinstance(error, TORN) else []
+        handled = [link for link in chain if not isinstance(link, TORN)]
+        self.handled = errors.headline(handled[0]) if handled else ""
 
 
 @dataclass
@@ -264,12 +253,13 @@ def _raise_failures(run: WorldRun, replay: str) -> None:
         _raise_causes(run, causes, replay)
     if run.gave_up:
         text = f"{run.gave_up}\n{_all_lines(run)}\n{run.stacks}".rstrip()
-        raise add_note((DeadlockError if run.is_deadlock else StallError)(text), replay)
+        kind = errors.DeadlockError if run.is_deadlock else errors.StallError
+        raise add_note(kind(text), replay)
     if failed:
         _raise_consequence(run, failed, replay)
     died = [outcome.rank for outcome in run.outcomes if outcome.end == "died"]
     if died:
-        error = RankDied(
+        error = errors.RankDied(
             f"{_named(died)} died without a result\n{_all_lines(run)}\n"
             f"To let a rank die in a test, use a fault: Kill(rank=..., at=...).",
             rank=died[0],
@@ -289,9 +279,9 @@ def _raise_causes(run: WorldRun, causes: Sequence[RankOutcome], replay: str) -> 
         raise _with_report(real[0], run, [real[0].rank], replay)
     real = sorted(real, key=lambda outcome: (len(outcome.calls), outcome.rank))
     ranks = [outcome.rank for outcome in real]
-    errors = [_with_report(outcome, run, ranks, "") for outcome in real]
+    raised = [_with_report(outcome, run, ranks, "") for outcome in real]
     text = f"{_named(ranks)} of {len(run.outcomes)} failed independently"
-    raise add_note(BaseExceptionGroup(text, errors), replay)
+    raise add_note(BaseExceptionGroup(text, raised), replay)
 
 
 def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str) -> NoReturn:
@@ -299,7 +289,7 @@ def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str
     __tracebackhide__ = True
     for outcome in failed:
         error = outcome.error
-        is_deadlock = any(_is_deadlock(leaf, run) for leaf in leaves(error))
+        is_deadlock = any(_is_deadlock(leaf, run) for leaf in errors.leaves(error))
         if error is not None and outcome.is_waiting and is_deadlock:
             error.__cause__ = None  # the lines of the deadlock say where it was, and more
             raise add_note(_deadlock(run), replay) from error
@@ -315,13 +305,15 @@ def _is_deadlock(error: BaseException, run: WorldRun) -> bool:
     return isinstance(error, CollectiveMismatch) and bool(error.missing)  # a cycle of waits
 
 
-def _deadlock(run: WorldRun) -> DeadlockError:
+def _deadlock(run: WorldRun) -> errors.DeadlockError:
     waiting = [o.rank for o in run.outcomes if o.is_waiting]
     done = [o.rank for o in run.outcomes if o.end == "returned"]
     verb = "waits" if len(waiting) == 1 else "wait"
     end = f"; {_named(done)} {'has' if len(done) == 1 else 'have'} finished" if done else ""
     what = f"{_named(waiting)} of {len(run.outcomes)} {verb} and can never go on{end}"
-    return DeadlockError(_described(what, run), rank=waiting[0], missing=done, arrived=waiting)
+    return errors.DeadlockError(
+        _described(what, run), rank=waiting[0], missing=done, arrived=waiting
+    )
 
 
 def _check_equal_rounds(run: WorldRun, replay: str) -> None:
@@ -334,7 +326,7 @@ def _check_equal_rounds(run: WorldRun, replay: str) -> None:
             of[outcome.rank] += 1
     if any(len(set(of.values())) > 1 for of in counts.values()):
         what = "all ranks finished, but not with the same calls"
-        raise add_note(UnequalRounds(_described(what, run)), replay)
+        raise add_note(errors.UnequalRounds(_described(what, run)), replay)
 
 
 def check_faults_struck(run: WorldRun, missed: Sequence[Fault]) -> None:
@@ -346,7 +338,7 @@ def check_faults_struck(run: WorldRun, missed: Sequence[Fault]) -> None:
         count = f"{len(calls)} round{'s' * (len(calls) > 1)}"
         texts = list(dict.fromkeys(_call(call, run) for call in calls))  # each call once
         shown = ", ".join(texts[:_SHOWN]) + (", ..." if len(texts) > _SHOWN else "")
-        raise FaultMissed(
+        raise errors.FaultMissed(
             f"{fault} never happened, so it tested nothing: rank {fault.rank} "
             f"{f'came to {count}: {shown}' if calls else 'made no call'}. Set at= to the number "
             f"of a round, or to the name or kind of a call",
@@ -411,7 +403,7 @@ def _position(outcome: RankOutcome, run: WorldRun) -> str:
                 isinstance(fault, Raise) and _is_last(fault, outcome) for fault in outcome.struck
             ):
                 after = f"at its {last}"
-            return f"raised {headline(outcome.error)} {after}"
+            return f"raised {errors.headline(outcome.error)} {after}"
         case _:
             pass
     if outcome.is_waiting and not outcome.detail:

@@ -17,16 +17,9 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
+from . import world_spec
 from .once_per_session import session_folder
 from .scheduler import Seed
-from .world_spec import (
-    PrefixedOutput,
-    RankOutput,
-    TestContext,
-    WorldSpec,
-    choose_seed,
-    test_context,
-)
 from .worlds import explore, run_world
 
 _ARGUMENT = "syncprims_world"  # the hidden parameter of tests that run in several worlds
@@ -148,8 +141,8 @@ def _worlds(mark: pytest.Mark) -> dict[str, dict[str, Any]]:
         raise ValueError("there is no world to run in")
     for chosen in found.values():
         spec = {name: value for name, value in chosen.items() if name != "schedules"}
-        spec["seed"] = choose_seed(spec.get("seed"))
-        WorldSpec(lambda: None, **spec)
+        spec["seed"] = world_spec.choose_seed(spec.get("seed"))
+        world_spec.WorldSpec(lambda: None, **spec)
     return found
 
 
@@ -179,19 +172,21 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     reads_output = {"capsys", "capfd", "capsysbinary", "capfdbinary"} & {
         *getattr(item, "fixturenames", ())
     }
-    collected = RankOutput()
+    collected = world_spec.RankOutput()
 
-    def make_output() -> RankOutput | None:
+    def make_output() -> world_spec.RankOutput | None:
         if reads_output:
             return None  # the test itself reads what is printed
-        return PrefixedOutput() if item.config.getoption("capture") == "no" else collected
+        return (
+            world_spec.PrefixedOutput() if item.config.getoption("capture") == "no" else collected
+        )
 
     seed = item.config.getoption("world_seed")
-    token = test_context.set(TestContext(seed, item.nodeid, make_output))
+    token = world_spec.test_context.set(world_spec.TestContext(seed, item.nodeid, make_output))
     try:
         return (yield)
     finally:
-        test_context.reset(token)
+        world_spec.test_context.reset(token)
         for (rank, stream), text in sorted(collected.texts.items()):
             item.add_report_section("call", f"{stream} rank {rank}", text)
 

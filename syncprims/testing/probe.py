@@ -23,6 +23,7 @@ from .errors import Killed
 from .faults import Fault, apply_fault, current_target, is_due
 from .outcomes import RankOutcome, RecordedCall
 
+_Ready = Callable[[], bool]
 JOIN = "init"  # the round in which a world starts; rounds are counted after it
 
 
@@ -102,11 +103,7 @@ def _probed_backend(cls: Any) -> type[Any]:
             return board
 
         def wait_any(
-            self,
-            boards: Sequence[Board],
-            ready: Callable[[], bool],
-            timeout: float | None = None,
-            call: str = "",
+            self, boards: Sequence[Board], ready: _Ready, timeout: float | None, call: str
         ) -> bool:
             """Wait for the first of several notes; a rank that is killed meanwhile ends."""
             probe = self.probe

@@ -66,7 +66,7 @@ def sample(pid: int) -> ProcessSample:
     try:
         fields = stat_fields(pid)
         seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
+    except (ValueError, IndexError):
         return ProcessSample()
     channel = _read(f"/proc/{pid}/wchan").removeprefix("0")  # it waits in none
     return ProcessSample(fields[0].decode(), seconds, time.monotonic(), _system_call(pid), channel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import unittest
 import warnings
@@ -16,6 +17,7 @@ from support.rank_worlds import Kind, Ranks
 import syncprims as sp
 
 RANKS = 3
+_serving = contextlib.ExitStack()  # never closed: for as long as a rank's process lives
 #: Why some of the tests cannot pass, or say nothing about this backend.
 EXCLUDED = {
     "test_SyncBatchNorm_process_group": "needs torchvision",
@@ -79,9 +81,9 @@ def run_tests(part: slice | None, backend: str, folder: Path) -> list[str]:
 
     skips = {skip.exit_code for skip in TEST_SKIPS.values()}
     if backend != "syncprims":
-        from syncprims.c10d.torch_internals import replace_group_maker
+        from syncprims.c10d.torch_internals import serve_every_backend
 
-        replace_group_maker()  # for as long as this process lives
+        _serving.enter_context(serve_every_backend())
 
     def run(name: str) -> bool:
         test: Any = Tests(name)

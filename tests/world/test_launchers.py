@@ -113,7 +113,7 @@ WRONG: list[tuple[str, dict[str, str], list[str]]] = [
      env("RANK=1 WORLD_SIZE=8 PET_NNODES=2 PET_NPROC_PER_NODE=4"),
      ["PET_NPROC_PER_NODE=4", "WORLD_SIZE=8", "torchrun"]),
     ("no number", env("RANK=one WORLD_SIZE=2"), ["RANK='one'", "whole number"]),
-    ("no such rank", env("RANK=2 WORLD_SIZE=2"), ["says RANK=2 and WORLD_SIZE=2: RANK must"]),
+    ("no such rank", env("RANK=2 WORLD_SIZE=2"), ["says RANK=2 and WORLD_SIZE=2: the first must"]),
     ("local rank", TORCHRUN | env("LOCAL_RANK=4"), ["LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"]),
     ("local size", TORCHRUN | env("LOCAL_WORLD_SIZE=16"), ["LOCAL_WORLD_SIZE=16", "WORLD_SIZE=8"]),
     ("a number that no variable gives", env("RANK=0 WORLD_SIZE=2 LOCAL_RANK=5"),

@@ -29,16 +29,9 @@ from syncprims._system.host import free_port
 from syncprims._world.group import rounds_of
 from syncprims._world.runtime import current
 from syncprims._world.world import World, wait_any
-from syncprims.c10d import serve_every_backend
+from syncprims.c10d import serve_every_backend, torch_internals
 from syncprims.c10d.tensors import items_of
-from syncprims.c10d.torch_internals import (
-    before_ddp_forward,
-    dist,
-    forget_group_names,
-    replaced_rendezvous,
-    threads_as_processes,
-    without_modes,
-)
+from syncprims.c10d.torch_internals import dist
 from syncprims.interface import Board, Label
 from syncprims.testing.faults import current_target
 from syncprims.testing.orders import Mode
@@ -284,7 +277,7 @@ class _SameParameters:
         if not passed:
             self._models[rank] += 1
         self._passes[model] = number, passed + 1
-        with without_modes():
+        with torch_internals.without_modes():
             mine = {
                 name: zlib.crc32(raw(items_of(parameter)))
                 for name, parameter in model.module.named_parameters()
@@ -307,9 +300,8 @@ class _SameParameters:
             )
 
 
-@contextlib.contextmanager
-def _advise_on_spawn() -> Generator[None]:
-    """Within the block, a rank that starts ranks by ``torch.multiprocessing`` warns first."""
+def _advise_on_spawn() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a rank that starts ranks by ``torch.multiprocessing`` warns."""
     module: Any = importlib.import_module("torch.multiprocessing.spawn")
     start = module.start_processes
 
@@ -322,20 +314,16 @@ def _advise_on_spawn() -> Generator[None]:
         warnings.warn(text, stacklevel=3)
         return start(*args, **named)
 
-    module.start_processes = advise
-    try:
-        yield
-    finally:
-        module.start_processes = start
+    return torch_internals.replaced((module, "start_processes", advise))
 
 
 @contextlib.contextmanager
 def _serve(store: Path) -> Generator[None]:
     """Serve, within the block, every group that this process opens; `store` is a file."""
     with (
-        replaced_rendezvous(_Rendezvous(store)),
+        torch_internals.replaced_rendezvous(_Rendezvous(store)),
         serve_every_backend(),
-        before_ddp_forward(_SameParameters(store)),
+        torch_internals.before_ddp_forward(_SameParameters(store)),
         _advise_on_spawn(),
     ):
         yield
@@ -362,7 +350,7 @@ class TorchThreads:
         with (
             tempfile.NamedTemporaryFile() as file,
             _serve(Path(file.name)),
-            threads_as_processes(),
+            torch_internals.threads_as_processes(),
         ):
             torch.set_num_threads(1)  # as in a process of a test; each new thread inherits it
             try:
@@ -388,7 +376,7 @@ class TorchThreads:
                 try:
                     return fn()
                 finally:
-                    forget_group_names()
+                    torch_internals.forget_group_names()
 
         return run
 
@@ -396,7 +384,7 @@ class TorchThreads:
 def serve_in_process(rank: int, store: Path) -> None:
     """Serve ``torch.distributed`` in this process, which is a rank, until its end."""
     make_fresh_process(rank)
-    forget_group_names()
+    torch_internals.forget_group_names()
     _serving.enter_context(_serve(store))
 
 

@@ -6,6 +6,7 @@ raises is what suites expect of the launcher. What no world can serve is left to
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import io
@@ -25,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 
 from syncprims._world.runtime import current
-from syncprims.c10d.torch_internals import ProfilerRefused
+from syncprims.c10d.torch_internals import ProfilerRefused, replaced
 from syncprims.errors import ConcurrentCall
 from syncprims.testing.errors import chain_of, leaves
 from syncprims.testing.outcomes import results_of
@@ -104,21 +105,16 @@ class Suites:
         self.in_processes: Counter[str] = Counter()  #: of those, by what threads have refused
         self.left_alone: Counter[str] = Counter()  #: launches, by the reason
         self._kind: Kind = kind
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
+        self.close = self._undo.close  #: puts the launchers back
         self._serve_start_processes()
         self._serve_elastic_launch()
         self._serve_pools()
 
-    def close(self) -> None:
-        """Put the launchers back."""
-        while self._undo:
-            self._undo.pop()()
-
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> Any:
         """Replace ``owner.name``, and return the old value."""
         before = vars(owner)[name]
-        setattr(owner, name, function)
-        self._undo.append(lambda: setattr(owner, name, before))
+        self._undo.enter_context(replaced((owner, name, function)))
         return before
 
     def _run(
