@@ -145,8 +145,9 @@ class World:
         self._nodes: list[int] = []  # of each rank, known after the start
         self._at_end = contextlib.ExitStack()  # closed before this rank leaves
         self.group = self._make_group(range(topology.world_size))  #: of all ranks
-        if backend.slots is not None and backend.slots.open:
-            rounds_of(self.group).may_join = backend.slots.waiting
+        slots = backend.slots
+        if slots is not None and slots.open and topology.world_size < slots.most:
+            rounds_of(self.group).may_join = slots.waiting
 
     @property
     def rank(self) -> int:
