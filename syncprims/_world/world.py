@@ -484,8 +484,10 @@ def begin_epoch(
     with contextlib.suppress(Exception):  # what a lost rank leaves behind may fail to end
         world._at_end.close()
     if world._recorder is not None:
+        run = world._recorder.run.partition("-epoch-")[0]
         world._recorder.leave(None)
-        world._recorder = None
+        world._recorder = _make_recorder(world.settings, topology)
+        world._recorder.run = f"{run}-epoch-{epoch}"
     slots = world._backend.slots
     assert slots is not None
     slots.enter(epoch, topology)
