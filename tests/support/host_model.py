@@ -264,7 +264,7 @@ class Reforms(Model):
             epoch=host.passed,
             decided=_membership.Epoch(host.passed, len(ranks), ranks),
             group=SimpleNamespace(_rounds=SimpleNamespace(board=board)),
-            settings=SimpleNamespace(warn_after=math.inf),
+            settings=SimpleNamespace(warn_after=math.inf, agent_store=False),
             _rounds_before=0,
         )
         deadline = 0.0 if len(host.task) > 1 else math.inf
@@ -289,7 +289,7 @@ class Reforms(Model):
                 decision = _membership._decode(value.decode())
                 is_epoch = isinstance(decision, _membership.Epoch)
                 members[int(key.rpartition("-")[2])] = decision.slots if is_epoch else ()
-            else:
+            elif key == "t/reform/log":
                 for slot, said in map(json.loads, value.splitlines()):
                     calls[slot] = json.loads(said)[0]
         return members, calls
