@@ -42,11 +42,20 @@ class Roster:
         self.first = len(self.local)  #: the lowest slot of a process that joins later
         self._key = f"{placement.token}/reform"
         self._read = 0  # lines
+        self._counted = 0  # lines that the store's counter had when a heartbeat read the log
 
     def write(self, store: Any, slot: int, said: object) -> None:
         """Write a line: a host, a liveness slot, or a call."""
         store.append(f"{self._key}/log", f"{json.dumps([slot, said])}\n")
+        store.add(f"{self._key}/lines", 1)
         self.read(store)
+
+    def read_news(self, store: Any) -> None:
+        """Read the log only if the counter says that there is more: it comes after its line."""
+        count = store.add(f"{self._key}/lines", 0)
+        if count != self._counted:
+            self.read(store)
+            self._counted = count
 
     def read(self, store: Any) -> None:
         """Read what others have written since."""
@@ -180,7 +189,7 @@ class HostSlots(Slots):
     def look_for_arrivals(self, store: Any) -> None:
         """Read which processes wait to join, and live."""
         if self.open:
-            self.roster.read(store)
+            self.roster.read_news(store)
             self._look_at(store, self._arrived())
 
     def leave(self, store: Any) -> None:

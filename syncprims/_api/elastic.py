@@ -39,10 +39,11 @@ def hand_over(tree: T, change: Change) -> T:
     The other ranks keep their own. `tree` is made of dicts, lists and tuples. In it, an object with
     `state_dict` and `load_state_dict`, as a model or an optimizer, takes the state and stays the
     same object. Every rank calls it after :func:`reform`, and before other calls; where no rank is
-    behind or new, it does nothing.
+    behind or new, nothing is sent.
 
     :raises ValueError: if the world has changed again since.
-    :raises TypeError: if a tensor is distributed over ranks: load a checkpoint instead.
+    :raises TypeError: on every rank that has a tensor or model that is distributed over ranks: load
+        a checkpoint instead.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
     world = current()
@@ -52,10 +53,11 @@ def hand_over(tree: T, change: Change) -> T:
             f"result of the last reform()"
         )
     most, own = max(change.rounds), change.rounds[world.rank]
+    state = _state_of(tree)  # on all ranks: all refuse a distributed tensor, or none
     if min(change.rounds) == most:
         return tree
     sends = world.rank == change.furthest
-    state = world.group.broadcast(_state_of(tree) if sends else None, change.furthest)
+    state = world.group.broadcast(state if sends else None, change.furthest)
     if own < most:
         tree = cast("T", _restore(tree, state))
         set_rounds_completed(world, rounds_completed(world) + most - own)
@@ -64,14 +66,15 @@ def hand_over(tree: T, change: Change) -> T:
 
 def _state_of(tree: Any) -> Any:
     """Return what travels: states in place of the objects that have one."""
-    if type(tree).__name__ == "DTensor":
+    kind = _kind(tree)
+    if kind.__name__ in ("DTensor", "FullyShardedDataParallel"):
         raise TypeError(
-            "hand_over() takes state of which each rank has a full copy, and this tensor is "
-            "distributed over the ranks: the part of a lost rank is in a checkpoint only: load it"
+            f"hand_over() takes state of which each rank has a full copy, and a {kind.__name__} is "
+            f"distributed over the ranks: the part of a lost rank is in a checkpoint only: load it"
         )
     if hasattr(tree, "load_state_dict"):
-        return _state_of(tree.state_dict())
-    kind = _kind(tree)
+        state = tree.state_dict()
+        return _state_of({**state} if isinstance(state, dict) else state)  # a model's is ordered
     if kind is dict:
         return {key: _state_of(value) for key, value in tree.items()}
     if kind in (list, tuple):

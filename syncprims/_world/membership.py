@@ -253,17 +253,25 @@ class _Vote:
         members += [(slot, None, JOINER) for slot in self._slots.waiting()[:room]]
         epoch = Epoch(self._number, before.size_before, members)
         least = max(least for _, least in calls.values())
-        if len(members) >= least:
-            return epoch
         lost = epoch.change(self._slots.own).lost
+        if len(members) < least:
+            why = f"needs {least} ranks, and {len(members)} are left"
+            way_on = "Restart the run from a checkpoint, or accept fewer with min_ranks"
+        elif lost and self._is_under_torchrun():
+            why = "does not work under torchrun, whose agent now ends all ranks"
+            way_on = "Start the ranks with `syncprims run --elastic`, SLURM or Kubernetes instead"
+        else:
+            return epoch
         return PeerLost(
-            f"{self._call} needs {least} ranks, and {len(members)} are left: ranks {list(lost)} "
-            f"have ended. Restart the run from a checkpoint, or accept fewer with min_ranks.\n"
-            f"{self._standing}",
+            f"{self._call} {why}: ranks {list(lost)} have ended. {way_on}.\n{self._standing}",
             call=self._call,
             missing=list(lost),
             rank=lost[0] if lost else None,
         )
+
+    def _is_under_torchrun(self) -> bool:
+        agent = self._world.settings.agent_store  # else an operator sets torchrun's variables
+        return agent and self._world.topology.launcher == "torchrun"
 
     def _timeout(self, absent: Sequence[int]) -> SyncTimeout:
         waited = self._slots.now() - self._begin

@@ -132,8 +132,9 @@ class World:
         self._nodes: list[int] = []  # of each rank, known after the start
         self._at_end = contextlib.ExitStack()  # closed before this rank leaves
         self.group = self._make_group(range(topology.world_size))  #: of all ranks
-        if backend.slots is not None and backend.slots.open:
-            rounds_of(self.group).may_join = backend.slots.waiting
+        slots = backend.slots
+        if slots is not None and slots.open and topology.world_size < slots.most:
+            rounds_of(self.group).may_join = slots.waiting
 
     @property
     def rank(self) -> int:
@@ -474,8 +475,10 @@ def begin_epoch(
     with contextlib.suppress(Exception):  # what a lost rank leaves behind may fail to end
         world._at_end.close()
     if world._recorder is not None:
+        run = world._recorder.run.partition("-epoch-")[0]
         world._recorder.leave(None)
-        world._recorder = None
+        world._recorder = _make_recorder(world.settings, topology)
+        world._recorder.run = f"{run}-epoch-{epoch}"
     slots = world._backend.slots
     assert slots is not None
     slots.enter(epoch, topology)

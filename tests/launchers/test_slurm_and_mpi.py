@@ -364,6 +364,25 @@ def test_a_killed_rank_is_named_and_fails_the_job(line: str, nodes: Cluster) -> 
     assert line.startswith("mpirun") or "rank 3 was lost: killed by SIGKILL" in text
 
 
+_SURVIVES = """
+from syncprims import *
+try:
+    barrier("end")
+except PeerLost:
+    change = reform()
+    print("TOLD", json.dumps([change.members, change.lost, all_reduce(1)]), flush=True)
+"""
+
+
+def test_the_others_go_on_where_slurm_is_told_to_leave_them(nodes: Cluster) -> None:
+    options = "--no-kill --kill-on-bad-exit=0"
+    assert f"srun {options}" in (ROOT / "docs/how-to/slurm.md").read_text()
+    killed = _KILLED.partition('barrier("end")')[0]
+    (nodes.folder / "survives.py").write_text("import json" + killed + _SURVIVES)
+    job = nodes.submit(f"srun {options} -N2 -n4 {sys.executable} survives.py", "-N2", "-n4")
+    assert told(nodes.await_state(job, "COMPLETED", "FAILED")) == [[[0, 1, 2], [3], 3]] * 3
+
+
 def _submit_example(nodes: Cluster, *options: str, steps: int = 2_000_000) -> str:
     script = (ROOT / "examples" / "slurm.sbatch").read_text()
     # The same lines on smaller nodes. What sbatch is told by options counts more than the script.

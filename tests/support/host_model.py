@@ -6,18 +6,27 @@ time: a method of `Decisions` that is called again from its beginning for each o
 the answers to the requests before. So a state is plain data, and all states can be visited.
 
 Faults come between any two steps: a link is cut and restored (a paused store is a cut of all
-links), a host dies, a deadline passes. A host whose requests are not answered may give up.
+links, and a paused host is cut off without knowing it), a host dies, a deadline passes. A host
+whose requests are not answered may give up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from syncprims.interface import Label, Note
+from syncprims.errors import Evicted, SyncTimeout
+from syncprims.interface import Label, Note, Status
 
 _decisions: Any = import_module("syncprims.backends.torch.decisions")
+_rendezvous: Any = import_module("syncprims.backends.torch.rendezvous")
+_slots: Any = import_module("syncprims.backends.torch.slots")
+_membership: Any = import_module("syncprims._world.membership")
 NOTE = Note(Label("barrier"))
 CUT = "cut off"
 
@@ -49,25 +58,37 @@ class State(NamedTuple):
         hosts[number] = hosts[number]._replace(**facts)
         return self._replace(hosts=tuple(hosts))
 
+    def read(self, key: str) -> bytes:
+        """Return the store's value of a key; empty if there is none."""
+        return dict(self.store).get(key, b"")
+
     def decision(self, number: int) -> bytes:
         """Return the store's decision about a round; empty if there is none."""
-        return dict(self.store).get(f"b/{number}/decision", b"")
+        return self.read(f"b/{number}/decision")
 
 
 class _Next(Exception):
     """A task has come to a request that has no answer yet."""
 
 
+class _Waits(Exception):
+    """A task waits for others. What it has learned since so many answers, it learns again."""
+
+
 class _Store:
     """The client's side of the store: gives the answers, and stops at the request after them."""
 
     def __init__(self, answers: tuple[Any, ...]) -> None:
-        self._answers = iter(answers)
+        self._answers = answers
+        self.given = 0
 
     def __getattr__(self, name: str) -> Any:
         def request(*arguments: Any) -> Any:
-            for answer in self._answers:
-                return answer
+            if name == "check":  # and get: one request, whose answer is empty if there is no value
+                return "/left/" not in arguments[0][0]  # hosts end by death only
+            if self.given < len(self._answers):
+                self.given += 1
+                return self._answers[self.given - 1]
             raise _Next(name, *arguments)
 
         return request
@@ -117,10 +138,7 @@ class Model:
         try:
             decision = self._run(number, host.posted, _Store(host.answers), *host.task)
         except _Next as request:
-            name, key, *data = request.args
-            for answer, store in _answer(dict(state.store), name, key, data):
-                after = state.change(number, answers=(*host.answers, answer))
-                yield f"{name} {key}", after._replace(store=tuple(sorted(store.items())))
+            yield from _request(state, number, *request.args)
             return
         ends_again = host.task[0] == "abort" and decision[:1] == _decisions.END
         assert not ends_again, "an abort ends with no verdict, and its host waits for ever"
@@ -173,21 +191,152 @@ class Model:
         return ""
 
 
+class Reforms(Model):
+    """So many `hosts`, each of which calls `reform` until it is in the epoch `last`.
+
+    Of a host, `passed` is its epoch. It calls at any time, as if it had lost somebody.
+    """
+
+    def __init__(self, hosts: int, last: int, **faults: Any) -> None:
+        self._last = last
+        self.start = State((Host(),) * hosts, **faults)
+        groups = [_rendezvous.HostGroup(f"host {n}", [n], place=str(n)) for n in range(hosts)]
+        self._placement = _rendezvous.Placement("t", groups)
+        self._vote: Any = functools.cache(self._vote_on)
+        self._read: Any = functools.cache(self._read_store)
+
+    def _act(self, state: State, number: int, host: Host) -> Iterator[tuple[str, State]]:
+        if host.task and host.link:
+            members, _ = self._read(state.store)
+            what, result = self._vote(number, host, members[host.passed])
+            if what == "asks":
+                yield from _request(state, number, *result)
+                return
+            after = state.change(number, task=(), answers=())
+            if what == "waits":
+                after = state.change(number, answers=host.answers[:result])
+            elif what == "returns":
+                assert result.slots == members[result.number], "two memberships"
+                assert number in result.slots, "a host passes that was excluded"
+                after = after.change(number, passed=result.number)
+            elif result:
+                after = after.change(number, raised=what)
+            yield what, after
+        elif host.task:
+            yield "gives up", state.change(number, task=(), answers=())
+        elif host.passed < self._last and not host.raised:
+            yield "calls reform", state.change(number, task=("reform",))
+            if state.deadlines:
+                after = state.change(number, task=("reform", "without patience"))
+                yield "calls reform for no time", after._replace(deadlines=state.deadlines - 1)
+
+    def _vote_on(self, number: int, host: Host, members: tuple[int, ...]) -> tuple[str, Any]:
+        """Return what `reform` does next on a host, and a fact about that."""
+        store = _Store(host.answers)
+        silent: set[int] = set()
+        connection = SimpleNamespace(
+            placement=self._placement,
+            host=number,
+            liveness=SimpleNamespace(state=lambda slot: ["alive"]),
+            heartbeat=SimpleNamespace(
+                limit=1.0,
+                silence=lambda host: float(host in silent),
+                look=lambda store, hosts: silent.update(store.silent(tuple(sorted(hosts)))),
+            ),
+            requests=SimpleNamespace(ask=lambda work, limit: work(store)),
+        )
+        roster = _slots.Roster(self._placement)
+        slots = _slots.HostSlots(number, connection, roster, None, elastic=False)
+        slots._admitted.update(roster.local)  # it was in the first epoch, with all of them
+
+        def wait(ready: Callable[[], bool], timeout: float, waits_for: Any) -> None:
+            given = store.given
+            silent.clear()
+            slots.look(store)
+            if not ready():
+                raise _Waits(given)
+
+        slots.wait, slots.now, slots.members = wait, lambda: 0.0, members
+        ranks = [(slot, rank, 0) for rank, slot in enumerate(members)]
+        board = SimpleNamespace(collected=0, virtual_time=False, status=lambda rank: Status())
+        world = SimpleNamespace(
+            rank=members.index(number),
+            epoch=host.passed,
+            decided=_membership.Epoch(host.passed, len(ranks), ranks),
+            group=SimpleNamespace(_rounds=SimpleNamespace(board=board)),
+            settings=SimpleNamespace(warn_after=math.inf, agent_store=False),
+            _rounds_before=0,
+        )
+        deadline = 0.0 if len(host.task) > 1 else math.inf
+        terms = _membership._Terms("reform()", 1, 0.0, deadline)
+        try:
+            return "returns", _membership._Vote(world, slots, terms, SyncTimeout()).hold()
+        except _Next as request:
+            return "asks", request.args
+        except _Waits as wait_since:
+            return "waits", wait_since.args[0]
+        except (Evicted, SyncTimeout) as error:
+            return f"raises {type(error).__name__}", isinstance(error, Evicted)
+
+    def _read_store(
+        self, store: tuple[tuple[str, bytes], ...]
+    ) -> tuple[dict[int, Any], dict[int, int]]:
+        """Return the hosts of each epoch, none if it was refused; and the latest calls."""
+        members: dict[int, Any] = {0: (*range(len(self.start.hosts)),)}
+        calls: dict[int, int] = {}
+        for key, value in store:
+            if key.startswith("t/reform/epoch-"):
+                decision = _membership._decode(value.decode())
+                is_epoch = isinstance(decision, _membership.Epoch)
+                members[int(key.rpartition("-")[2])] = decision.slots if is_epoch else ()
+            elif key == "t/reform/log":
+                for slot, said in map(json.loads, value.splitlines()):
+                    calls[slot] = json.loads(said)[0]
+        return members, calls
+
+    def violation(self, state: State, steps: list[tuple[str, State]]) -> str:
+        """Return what is wrong with a state; empty if nothing is."""
+        members, calls = self._read(state.store)
+        latest = [hosts for hosts in members.values() if hosts][-1]
+        for number, host in enumerate(state.hosts):
+            if host.raised and number in latest:
+                return f"host {number} was excluded, and is a member of the latest epoch"
+            if host.alive and number not in latest and state.cuts == self.start.cuts:
+                return f"host {number} was left out, and nobody was ever cut off"
+        votes = {n for slot, n in calls.items() if state.hosts[slot].alive} - {*members}
+        return "hosts wait for each other in two votes" if len(votes) > 1 else ""
+
+
+def _request(
+    state: State, number: int, name: str, key: Any, *data: Any
+) -> Iterator[tuple[str, State]]:
+    """Yield the possible results of a host's request, with the answer that it has then."""
+    host = state.hosts[number]
+    if name == "silent":  # whose heartbeat is missing: of a host that is gone, sooner or later
+        gone = [n for n in key if not (state.hosts[n].alive and state.hosts[n].link)]
+        for missing in ((), *((n,) for n in gone), tuple(gone))[: 2 ** len(gone)]:
+            yield f"misses {missing}", state.change(number, answers=(*host.answers, missing))
+        return
+    sent = [one.encode() if isinstance(one, str) else one for one in data]
+    answer, store = _answer(dict(state.store), name, key, sent)
+    after = state.change(number, answers=(*host.answers, answer))
+    yield f"{name} {key}", after._replace(store=tuple(sorted(store.items())))
+
+
 def _answer(
-    keys: dict[str, bytes], name: str, key: Any, data: list[Any]
-) -> Iterator[tuple[Any, dict[str, bytes]]]:
-    """Yield the store's answer to a request, and its keys then; nothing if the client waits."""
-    value: Any = keys.get(key) if isinstance(key, str) else key[0] in keys
+    keys: dict[str, bytes], name: str, key: str, data: list[Any]
+) -> tuple[Any, dict[str, bytes]]:
+    """Return the store's answer to a request, and its keys then."""
+    value = keys.get(key, b"")
     if name == "append":
-        value = keys[key] = (value or b"") + data[0]
+        value = keys[key] = value + data[0]
     elif name == "add":
         value = int(value or b"0") + data[0]
         keys[key] = b"%d" % value
     elif name == "compare_set":
-        assert data[0] == ""
+        assert not data[0]
         value = keys.setdefault(key, data[1])
-    if value is not None:
-        yield value, keys
+    return value, keys
 
 
 def _suffer(state: State, number: int, host: Host) -> Iterator[tuple[str, State]]:

@@ -16,7 +16,7 @@ from support.rank_worlds import Kind, Ranks, Scripts, await_end
 from support.traces import Entry, command, entries, only_run
 
 import syncprims as sp
-from syncprims.testing import explore, run_world
+from syncprims.testing import Kill, explore, run_world
 from syncprims.tracing.reading import TraceRun, find_runs, read_run
 from syncprims.tracing.recorder import ROUND
 
@@ -272,6 +272,29 @@ def test_runs_in_one_directory_do_not_mix(tmp_path: Path, meeting_place: Path) -
     earlier = command(tmp_path / "t", "--run", folders[0].name).stdout
     assert "'first'" in earlier
     assert "'third'" not in earlier
+
+
+def test_a_reform_begins_a_trace_of_the_new_world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program() -> None:
+        for name in ("one", "two", "three"):
+            try:
+                sp.barrier(name)
+            except sp.PeerLost:
+                sp.reform()
+
+    monkeypatch.setenv("SYNCPRIMS_TRACE", str(tmp_path))
+    run_world(program, 4, faults=[Kill(1, at="one"), Kill(2, at="two")])
+    folders = sorted(find_runs(tmp_path))
+    name = folders[0].name
+    assert [folder.name for folder in folders] == [name, f"{name}-epoch-1", f"{name}-epoch-2"]
+    for folder, ranks, call in zip(folders, (4, 3, 2), ("one", "two", "three"), strict=True):
+        run = read_run(folder)
+        assert run.complaints == []
+        assert len(run.ranks) == ranks
+        assert [e.call for e in entries(run, 0)] == ["init", f"barrier '{call}'"]
+        assert f"Run {folder.name}, {ranks} " in command(tmp_path, "--run", folder.name).stdout
 
 
 def test_a_start_that_fails_leaves_its_trace(tmp_path: Path, meeting_place: Path) -> None:

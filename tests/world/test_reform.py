@@ -33,10 +33,14 @@ KINDS: list[StepKind] = [
 ]
 
 
+def draw_program(seed: int, steps: int) -> list[Step]:
+    dice = random.Random(seed)
+    return [*(draw_step(dice, 4, KINDS) for _ in range(steps)), Step("barrier", "end")]
+
+
 def survive(seed: int, steps: int = 8) -> Any:
     """Make random calls, go on after each loss, and return what was seen, and the changes."""
-    dice = random.Random(seed)
-    program = [*(draw_step(dice, 4, KINDS) for _ in range(steps)), Step("barrier", "end")]
+    program = draw_program(seed, steps)
     triggers = {"stop": sp.Trigger("stop"), "save": sp.Trigger("save", lag=1)}
     seen: list[Any] = []
     changes: list[Any] = []
@@ -91,7 +95,15 @@ def run_with_kills(seed: int, kind: WorldKind = "threads") -> None:
         )
     except FaultMissed:
         return
-    judge([result for result in of_ranks if result is not None], 4)
+    results = [result for result in of_ranks if result is not None]
+    judge(results, 4)
+    seen = results[0][2]
+    fresh = {
+        size: run_world(lambda: survive(seed), size)[0][2] for size in {size for size, _ in seen}
+    }
+    for number, step in enumerate(draw_program(seed, 8)):
+        if step.kind != "check":  # which depends on what ranks that are lost have set
+            assert seen[number] == fresh[seen[number][0]][number]
 
 
 @seeds([range(first, first + 100) for first in range(0, 400, 100)], range(1_000, 11_000, 500))
@@ -208,6 +220,23 @@ def test_too_few_survivors_all_raise(kind: WorldKind) -> None:
 
     results = run_world(program, 4, kind=kind, faults=[Kill(rank=2, at="last")])
     assert [result for result in results if result] == [(2, 3)] * 3
+
+
+def test_under_torchrun_the_error_says_that_its_agent_ends_all_ranks(meeting_place: Path) -> None:
+    def program() -> bool:
+        if sp.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(sp.PeerLost):
+            sp.barrier()
+        with pytest.raises(sp.PeerLost, match=r"agent now ends all ranks.*syncprims run"):
+            sp.reform()
+        return True
+
+    with served_store() as store:
+        variables = {**store.variables, "SYNCPRIMS_LAUNCHER": "torchrun"}
+        results = Ranks(Kind("torch", 3), meeting_place).outcomes(program, start=True, **variables)
+    assert isinstance(results.pop(1), Died)
+    assert results == [True, True]
 
 
 def test_a_living_rank_is_waited_for_and_named(signs: Signs) -> None:

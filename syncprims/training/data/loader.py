@@ -229,17 +229,18 @@ class PreparedLoader(DataLoader[T]):
             running.resharded, progress.current = True, running
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
-        batches = self._iterate()
-        if self._progress.resume:
+        resumed = self._progress.resume > 0
+        batches = self._iterate(resumed)
+        if resumed:
             # It ends its epoch even if it is left without a batch: a loader beside it in a `zip`
             # may have had its last one.
             next(batches)
         return batches
 
-    def _iterate(self) -> Iterator[Any]:
-        """Yield the batches of an epoch; first None, if the epoch is resumed."""
+    def _iterate(self, resumed: bool) -> Iterator[Any]:
+        """Yield the batches of an epoch; first None, if it was resumed before the loop began."""
         progress = self._progress
-        epoch, resumed = progress.epoch, progress.resume > 0
+        epoch = progress.epoch
         progress.current = cursor = Cursor(self)
         finished = False
         self._loaders.open.append(cursor)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.host_model import Model, explore
+from support.host_model import Model, Reforms, explore
 from support.network_hosts import network, why_not
 from support.rank_worlds import Kind, Ranks, Signs, fork, served_store
 
@@ -31,13 +31,28 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "faults",
-    FAULTS,
-    ids=lambda faults: "-".join(f"{count} {what}" for what, count in faults.items()),
-)
+REFORMS = [
+    {"hosts": 2, "last": 2},
+    pytest.param({"hosts": 3, "last": 1}, marks=pytest.mark.soak),
+    {"hosts": 2, "last": 1, "cuts": 1},
+    {"hosts": 2, "last": 1, "deadlines": 1},
+    pytest.param({"hosts": 2, "last": 2, "cuts": 1, "deadlines": 1}, marks=pytest.mark.soak),
+    pytest.param({"hosts": 2, "last": 1, "cuts": 2, "deaths": 1}, marks=pytest.mark.soak),
+]
+
+
+def name_of(faults: dict[str, int]) -> str:
+    return "-".join(f"{count} {what}" for what, count in faults.items())
+
+
+@pytest.mark.parametrize("faults", FAULTS, ids=name_of)
 def test_in_every_order_a_round_has_one_verdict(faults: dict[str, int]) -> None:
     assert explore(Model(**faults)) > 0
+
+
+@pytest.mark.parametrize("faults", REFORMS, ids=name_of)
+def test_in_every_order_an_epoch_has_one_membership(faults: dict[str, int]) -> None:
+    assert explore(Reforms(**faults)) > 0
 
 
 def pause(pid: int, signs: Signs) -> None:

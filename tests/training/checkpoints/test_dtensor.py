@@ -48,6 +48,20 @@ def spread(ranks: int) -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
 
 
+def test_a_sharded_model_is_not_handed_over(tmp_path: Path) -> None:
+    """All ranks raise, whether one is behind or not: a lost rank had a part of the model."""
+
+    def program() -> bool:
+        parts = spread(2)
+        for rounds in ((3, 3), (3, 4)):
+            change = sp.Change(0, (0, 2), (1,), (), 2 * sp.get_rank(), 0, rounds)
+            with pytest.raises(TypeError, match=r"DTensor is distributed.*checkpoint"):
+                sp.hand_over(parts, change)
+        return True
+
+    assert run(2, tmp_path, program) == [True] * 2
+
+
 def train(parts: dict[str, Any], steps: int, seed: int) -> None:
     for step in range(steps):
         torch.manual_seed(100 * seed + step)
