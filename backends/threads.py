@@ -375,8 +375,10 @@ class ThreadBoard(Board):
         if not self._world.any_ended:
             return False
         missing, slots = self.missing(), self._slots
-        states = ((member, self._world.state(slots[member])[0]) for member in self.members)
-        return any(ends_round(state, member in missing) for member, state in states)
+        return any(
+            ends_round(self._world.state(slots[member])[0], member in missing)
+            for member in self.members
+        )
 
     def _settled(self) -> bool:
         return self._is_complete() or self._is_in_vain()

@@ -444,8 +444,8 @@ class Slots(ABC):
     ) -> None:
         """Return when ``ready()``, after `timeout` seconds, or a little earlier.
 
-        What others publish or decide here, and their ends, are reasons to look at once. ``missing()``
-        returns the slots whose call is missing.
+        What others publish or decide here, and their ends, are reasons to look at once.
+        ``missing()`` returns the slots whose call is missing.
         """
 
     @abstractmethod

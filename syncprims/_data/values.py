@@ -121,7 +121,8 @@ def _check_encodable(rounds: Rounds, label: Label, obj: Any) -> None:
 
     :raises EncodingError: as where it does.
     """
-    parts = (*obj, *obj.values()) if type(obj) is dict else (obj,)
+    is_dict: bool = type(obj) is dict
+    parts: Any = (*obj, *obj.values()) if is_dict else (obj,)
     could = codec.LEAVES.keys() >= {*map(type, parts)}  # the fastest way to know
     if not could and not (is_array(obj) and obj.dtype.kind in "biufc"):
         _encode(rounds, label, obj, out_of_band=[])
