@@ -64,8 +64,8 @@ def _wait_in_vain(board: Board, rank: int, state: str) -> Status:
         assert board.now() < deadline
         assert board.collect(0.2) is None
     begin = board.now()
-    assert board.collect(_TIME_LIMIT / 10) is None
-    assert board.now() - begin < _TIME_LIMIT / 20, "collect() waits for a rank that has ended"
+    assert board.collect(_TIME_LIMIT / 2) is None
+    assert board.now() - begin < _TIME_LIMIT / 4, "collect() waits for a rank that has ended"
     return board.status(rank)
 
 

@@ -221,7 +221,7 @@ def check_interrupted(trigger: sp.Trigger, at: int, act: Callable[[], object]) -
     """Return what a check returns that calls ``act()`` before its instruction `at`, if it has one.
 
     A tracer stands in for a signal handler, which can run between any two instructions; Python runs
-    none between a call and the return of what it returned.
+    none between a call and the return of what it returned, nor where a branch is not taken.
     """
     seen = 0
 
@@ -231,7 +231,7 @@ def check_interrupted(trigger: sp.Trigger, at: int, act: Callable[[], object]) -
             return None
         frame.f_trace_opcodes = True
         operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        if event == "opcode" and not operation.startswith("RETURN"):
+        if event == "opcode" and not operation.startswith(("RETURN", "NOT_TAKEN")):
             seen += 1
             if seen == at:
                 act()

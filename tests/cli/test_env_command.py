@@ -6,10 +6,11 @@ import io
 import json
 import re
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ROOT
 from support.launcher_variables import OPEN_MPI, SHELL, SLURM, TORCHRUN
 from support.rank_environment import run_python
 
@@ -135,7 +136,8 @@ def test_what_is_called_like_ours_and_read_by_nobody_is_shown() -> None:
 
 
 def test_every_variable_that_the_code_names_is_known() -> None:
-    files = [*(ROOT / "syncprims").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]
+    folders = [import_module(name).__path__[0] for name in ("syncprims", "syncprims.backends")]
+    files = [file for folder in folders for file in Path(folder).rglob("*.py")]
     found = {name for file in files for name in re.findall(r"SYNCPRIMS_[A-Z_]+", file.read_text())}
     assert "SYNCPRIMS_TIMEOUT" in found
     assert find_misspelt(dict.fromkeys(found, "1")) == {}

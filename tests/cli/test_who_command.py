@@ -126,10 +126,11 @@ def test_a_rank_that_hangs_before_its_first_call_is_shown(tmp_path: Path) -> Non
             while not os.path.exists("go"):
                 time.sleep(0.005)
         if os.environ["RANK"] == "1":
-            process, idle = multiprocessing.get_context("fork").Process, multiprocessing.Event()
-            workers = [process(target=idle.wait, daemon=True), process(target=load)]
-            [worker.start() for worker in workers]
-            workers[1].join()
+            fork = multiprocessing.get_context("fork")
+            fork.Process(target=fork.Event().wait, daemon=True).start()
+            worker = fork.Process(target=load)
+            worker.start()
+            worker.join()
         import syncprims as sp
         sp.barrier("start")
         """

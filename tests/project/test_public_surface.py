@@ -25,7 +25,7 @@ MODULES = (
     "syncprims.training",
 )
 #: Classes whose instances the library makes: their constructors are no promise.
-MADE_BY_THE_LIBRARY = {"Group", "PreparedLoader", "Saving", "World"}
+MADE_BY_THE_LIBRARY = {"Group", "Mark", "PreparedLoader", "Saving", "World"}
 
 
 def surface() -> str:

@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -30,10 +31,15 @@ from syncprims.testing.worlds import run_once
 
 Disturb = Callable[[Callable[[], Any]], Any]
 
+pytestmark = pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="a trace function sees no instruction of a first call there"
+)
 
-_ROOT = Path(sp.__file__).parent
-_FOLDERS = tuple(str(_ROOT / name) + "/" for name in ("_api", "_data", "_protocol", "_world"))
-_BACKENDS = str(_ROOT.parent / "backends") + "/"
+#: Whose instructions are interrupted. In a checkout, the backends are elsewhere than the package.
+_FOLDERS = tuple(
+    f"{import_module(f'syncprims.{name}').__path__[0]}/"
+    for name in ("_api", "_data", "_protocol", "_world", "backends")
+)
 
 
 #: Where Python runs signal handlers.
@@ -119,7 +125,7 @@ class Injector:
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
-        if not file.startswith((*_FOLDERS, _BACKENDS)):
+        if not file.startswith(_FOLDERS):
             return None
         if self._place is not None and not self.raised and not self._is_in(frame.f_code):
             return None  # to trace each instruction is slow
@@ -163,7 +169,7 @@ class Injector:
             sys.settrace(self._trace)
             upwards: FrameType | None = frame
             while upwards is not None:
-                if upwards.f_code.co_filename.startswith((*_FOLDERS, _BACKENDS)):
+                if upwards.f_code.co_filename.startswith(_FOLDERS):
                     upwards.f_trace, upwards.f_trace_opcodes = self._trace, True
                     upwards.f_trace_lines = False
                 upwards = upwards.f_back

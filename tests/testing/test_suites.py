@@ -204,7 +204,7 @@ else:
                 self.assertEqual(total(), 2)
 
             def test_not_here(self):
-                sys.exit(base.TEST_SKIPS["multi-gpu-8"].exit_code)
+                sys.exit(base.TEST_SKIPS["no_cuda"].exit_code)
 
             @unittest.expectedFailure
             def test_wrong(self):
