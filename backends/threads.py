@@ -1,7 +1,8 @@
 """Ranks that are threads of one process, for tests: one runs at a time, and time is virtual.
 
 A *scheduler* decides which rank runs next, and switches at rounds only. So nothing needs a lock,
-and whether a rank can ever continue is known and not guessed.
+and whether a rank can ever continue is known and not guessed. Small values have slots in shared
+memory; there is no window and no engine, so arrays travel in the notes.
 """
 
 from __future__ import annotations

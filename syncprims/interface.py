@@ -53,7 +53,9 @@ class Topology(NamedTuple):
 class Settings(NamedTuple):
     """The settings of the user. Times are in seconds."""
 
-    timeout: float | None = None  #: of a call that has none; None leaves it to the backend
+    #: Of a call that has none. With None, it may wait forever where the backend sees that a
+    #: rank has died, and half an hour elsewhere.
+    timeout: float | None = None
     join_timeout: float = 300.0  #: for all ranks to come when the world starts
     warn_after: float = 30.0  #: a longer wait logs which ranks it waits for
     directory: str | None = None  #: where the ranks of one host meet, if the user says so

@@ -68,7 +68,7 @@ class SharedMemoryBoard(Board):
         self._doorbell = liveness.doorbell
         self._spin_policy = _SpinPolicy()
         self._window: Window | None = None
-        self._index = self.slots.index(liveness.rank)
+        self._index = self.slots.index(liveness.slot)
         self.rank = self.members[self._index]  #: this one
         self._waiting_for, self._waiting_since = 0, 0.0  # the round, and since when
         self._mine = [(Note(Label("?")), b"")] * CELLS  # own latest notes, and their words

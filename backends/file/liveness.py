@@ -79,7 +79,7 @@ class Liveness:
                         f"{_SPARE} processes have joined this run in place of lost ranks, and no "
                         f"more can join: restart it from a checkpoint"
                     )
-            self.rank = rank  #: whose slot this is
+            self.slot = rank  #: whose slot this is
             self.doorbell = Doorbell(directory, rank)
             undo.callback(self.doorbell.close)
             self.claims = Claims(directory)  #: of the world
@@ -98,7 +98,7 @@ class Liveness:
         """Publish :data:`PUBLISHED` words, or the :data:`CALL` of `reform`; empty if too long."""
         at, size = what
         fits = len(text) <= size - RECORD_HEAD
-        write_record(self._memory, _slot(self.rank) + at, text if fits else b"")
+        write_record(self._memory, _slot(self.slot) + at, text if fits else b"")
 
     def publish_end(self, failure: bytes | None) -> None:
         """Publish how this rank ends."""
@@ -132,7 +132,7 @@ class Liveness:
     def watch_all(self) -> None:
         """Watch every other rank, while all are known to live."""
         for rank in range(self.count_slots()):
-            if rank != self.rank:
+            if rank != self.slot:
                 self._watch(rank)
 
     def _watch(self, rank: int) -> ProcessWatch | None:
@@ -160,7 +160,7 @@ class Liveness:
         found: list[tuple[int, State]] = []
         for rank in ranks:
             watched = rank in self._watches and rank not in closed
-            if rank == self.rank or (watched and self._read_state(rank) == _ALIVE):
+            if rank == self.slot or (watched and self._read_state(rank) == _ALIVE):
                 continue  # the common case, for one system call in all
             state = self.state(rank)[0]
             if state not in ("alive", "unknown"):
@@ -181,9 +181,9 @@ class Liveness:
         # before and after. It may be just joining (its lock comes before its state) or leaving.
         before = self._read_state(rank)
         # Not only once all have joined: a rank that dies while others still join is named as well.
-        watch = self._watch(rank) if rank != self.rank else None
+        watch = self._watch(rank) if rank != self.slot else None
         ended = watch is not None and watch.has_ended()
-        gone = rank != self.rank and self._has_left(rank)
+        gone = rank != self.slot and self._has_left(rank)
         after = self._read_state(rank)
         if after == _EMPTY:
             end = find_early_end(self.directory, rank)
@@ -231,7 +231,7 @@ class Liveness:
 
     def _write_state(self, state: int) -> None:
         # In one piece: packing in place would clear the bytes first, and others would see that.
-        at = _slot(self.rank)
+        at = _slot(self.slot)
         self._memory[at : at + _ENTRY.size] = _ENTRY.pack(state, *ProcessIdentity.own())
 
 

@@ -19,7 +19,7 @@ class FileSlots(Slots):
     ) -> None:
         size = liveness.world_size
         self.members = tuple(range(size))
-        self.own = liveness.rank
+        self.own = liveness.slot
         self.most = size
         self.open = elastic
         self._liveness = liveness

@@ -166,7 +166,7 @@ class TorchBackend(Backend):
             self._hosts = hosts
             self._ask(endpoint, self._connection.heartbeat.beat)
             if placement.goes_on:  # from now on the others know that it waits
-                lives_at = self._local.liveness.rank
+                lives_at = self._local.liveness.slot
                 self._ask(endpoint, lambda store: roster.write(store, own, lives_at))
                 self._ask(endpoint, hosts.look)
         except BaseException:
@@ -425,7 +425,7 @@ class TorchBackend(Backend):
 
     def _publish_end(self, store: Any, hosts: HostSlots, failure: bytes | None) -> None:
         liveness = self._local.liveness
-        mates = [slot for slot in hosts.here if slot != liveness.rank]
+        mates = [slot for slot in hosts.here if slot != liveness.slot]
         if failure is None and any(liveness.peek(slot) == "alive" for slot in mates):
             # They see how this process ends, which it does not know itself: with which exit code.
             hosts.leave(store)

@@ -120,7 +120,8 @@ def barrier(
     With `device`, this rank's GPU work is completed before it arrives. `name` is shown in errors,
     and must be the same on all members.
 
-    :param timeout: seconds, or a `timedelta`; None is the world's default.
+    :param timeout: seconds, or a `timedelta`; None is the world's default: without
+        ``SYNCPRIMS_TIMEOUT`` it waits as long as the missing rank lives, and says so after 30 s.
     :param group: by default that of the ``with`` block, else all ranks.
     :raises CollectiveMismatch: on all members, if one makes another call.
     :raises SyncTimeout: naming the ranks that did not arrive in time.

@@ -30,7 +30,9 @@ from .threads import log_stacks
 
 T = TypeVar("T")
 
-_FIRST_LOOK = 0.01  # seconds of waiting after which a rank asks why; the pauses then grow
+#: Seconds of waiting after which a rank asks why; the pauses then grow. In virtual time it need not
+#: ask: there, `collect` returns early if the round can never complete.
+_FIRST_LOOK = 0.01
 _LONGEST_PAUSE = 0.25
 #: Members up to which these hold. With more, all times grow: each rank looks at each, and if they
 #: share processors, the looks of all would take longer than what they wait for.
@@ -168,8 +170,8 @@ class Rounds:
                     if other is not note:
                         found = None
                         break
-            if found is None:  # else all are this very note: there is nothing to check
-                found = self._check(notes, limit, timeout)
+            if found is None:  # it is not complete, or not all notes are this very one
+                found = self._complete(notes, limit, timeout)
                 for other in found:
                     if other.failure and other is not note:
                         self.raise_shared(found)
@@ -314,7 +316,7 @@ class Rounds:
         limit = self._first_look
         if timeout is not None and timeout < limit:
             limit = min(timeout, self.settings.warn_after)
-        notes = self._check(self._collect(limit), limit, timeout)
+        notes = self._complete(self._collect(limit), limit, timeout)
         if observer is not None:
             observer.collected(self._shared_failure(notes) if is_deferred else None)
         return notes
@@ -325,10 +327,13 @@ class Rounds:
             return self._background.collect(self.board, limit)
         return self.board.collect(limit)
 
-    def _check(
+    def _complete(
         self, notes: Sequence[Note] | None, waited: float, timeout: float | None
     ) -> Sequence[Note]:
-        """Return a round's notes, which must be of one call; keep waiting if they are None yet."""
+        """Return the notes of a round of one call; if they are None, wait for them first.
+
+        :param waited: seconds for which this rank has waited already.
+        """
         board = self.board
         if notes is None:
             begin = board.waiting_since if board.virtual_time else board.now() - waited
@@ -395,7 +400,7 @@ class Rounds:
                     error = PeerLost(f"{why}, in {seen.call}\n{cure}", call=str(seen.call))
                 if error is not None:
                     board.abort(errors.dump(error))
-                    if board.verdict() is not None:
+                    if board.verdict() is not None:  # this one, or another rank's: all raise it
                         continue
                     if not seen.missing and now >= deadline + DEADLOCK_SEARCH:
                         # All notes have long been up, and one cannot be read.

@@ -1,4 +1,4 @@
-"""Which backend runs the world. The only module that loads a backend.
+"""Which backend runs the world. Only this module loads the backend of a process.
 
 The choice depends on the arguments and the environment alone, never on what happens to be
 importable here, since two ranks must not choose differently. There is no silent fallback: a

@@ -12,9 +12,9 @@ examples:
 Several hosts: it shows the ranks of this one, and what they know of the others; with --all-hosts,
 all ranks. Run it as the user of the job, or as root.
 
-exit code: 0 if all ranks move, or no world runs here; 3 if a rank has waited for --stuck-after
-seconds; 2 if there is no such world, or it cannot be read. If all ranks are in collectives of
-torch, it looks for --stuck-after seconds whether they go on.
+exit code: 0 if all ranks move, or if no world runs here and none was named; 2 if there is no world
+of that name, or it cannot be read; 3 if a rank has waited for --stuck-after seconds. If all ranks
+are in collectives of torch, the command takes so many seconds, to see whether they go on.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         contextlib.suppress(KeyboardInterrupt) if watched else contextlib.nullcontext(),
     ):
         observation.look()
-        time.sleep(max(observation.pause, min(_PAUSE, pause)))
+        time.sleep(observation.pause)
         while (reports := observation.look()) or not watched:
             verdicts = [report.verdict for report in reports]
             if not watched and any(one.kind == "torch" and not one.stuck for one in verdicts):

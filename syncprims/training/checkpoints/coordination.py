@@ -61,8 +61,8 @@ def coordinate(
 ) -> tuple[T, list[Any]]:
     """Run ``part()`` on every rank; return its result, and the ranks' summaries in rank order.
 
-    `part` does not communicate. There is no timeout. Ranks wait under the name of the
-    call, the first word of `doing`.
+    `part` communicates on all ranks alike, or not at all. There is no timeout. Ranks wait under the
+    name of the call, the first word of `doing`.
 
     :raises CheckpointError: the same on all ranks, if `part` raised on any.
     """
@@ -108,7 +108,7 @@ def _call_name(doing: str) -> str:
 
 @contextlib.contextmanager
 def cleanup_on_error(doing: str, clean_up: Callable[[], object]) -> Generator[None]:
-    """Run ``clean_up()`` if the block raises. A common error is raised when all have done so."""
+    """Run ``clean_up()`` if the block raises; all have run it when an error of all is raised."""
     try:
         yield
     except BaseException as error:

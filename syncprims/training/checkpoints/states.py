@@ -184,7 +184,7 @@ class _StateSave(Save):
             for n in with_tensors
         ]
         self.files = commit.with_unused_names([*files, *rank_files], self.place)
-        names = iter(file.name for file in self.files)
+        names = iter(file.name for file in self.files)  # in the order of the plans above
         objects = {
             name: SavedState(state.tree, [next(names) for _ in self.groups[name + _ENDING]])
             for name, state in self._states.items()
