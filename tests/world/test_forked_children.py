@@ -17,10 +17,7 @@ from support.rank_worlds import PATIENCE, Kind, Ranks, Scripts, Signs, await_end
 
 import syncprims as sp
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning"),  # what is tested
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
 
 
 def enter(context: Any) -> None:
