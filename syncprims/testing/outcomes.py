@@ -44,6 +44,16 @@ E = TypeVar("E", bound=BaseException)
 _HERE = str(Path(__file__).parent)
 _CORE = str(Path(__file__).parent.parent)
 _SHOWN = 8  # calls of a rank, where they are listed
+#: For errors of torch, by a part of their texts.
+_ADVICE = {
+    "rendezvous: environment variable": (
+        "torch.distributed works in a test world if torch=True is given"
+    ),
+    "autograd's threading in combination with fork": (
+        "this process had trained before the world was forked from it: run the test in a process "
+        "of pytest of its own, or with kind='threads'"
+    ),
+}
 
 #: ``left``: it had not ended when the world was given up. ``died``: its process ended by itself,
 #: without a result.
@@ -141,8 +151,9 @@ class RankOutcome:
 
         Its traceback begins, and for a library error ends, in user code.
         """
-        if "rendezvous: environment variable" in str(error):  # torch's, in a world without it
-            error.add_note("torch.distributed works in a test world if torch=True is given")
+        for text, advice in _ADVICE.items():
+            if text in str(error):
+                error.add_note(advice)
         trace = error.__traceback__
         if isinstance(error, SyncError):
             served = sys.modules.get("syncprims.c10d.torch_internals")

@@ -544,6 +544,15 @@ def test_a_forgotten_argument_is_named(kind: Any) -> None:
     assert any("if torch=True is given" in note for note in caught.value.__notes__)
 
 
+def test_an_error_of_torch_after_a_fork_says_what_to_do() -> None:
+    def program() -> None:  # whether torch raises it depends on its build
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork")
+
+    with pytest.raises(RuntimeError) as caught:
+        run_world(program, 1, kind="processes")
+    assert any("kind='threads'" in note for note in caught.value.__notes__)
+
+
 @both_kinds
 @pytest.mark.parametrize("wrong", [False, True])
 def test_parameters_of_ddp_that_differ_are_named(kind: Any, wrong: bool) -> None:
