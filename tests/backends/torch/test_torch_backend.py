@@ -413,19 +413,6 @@ def test_a_round_minds_no_fate_that_arrives_meanwhile(meeting_place: Path) -> No
     assert Ranks(Kind("torch", 2, hosts=2), meeting_place).run(program) == [[2] * 50] * 2
 
 
-def test_sums_are_those_of_one_host_bit_for_bit(meeting_place: Path) -> None:
-    def program() -> bytes:
-        value = torch.randn(10_001, generator=torch.Generator().manual_seed(sp.get_rank()))
-        return bytes(sp.all_reduce(value).numpy().tobytes())
-
-    place = meeting_place / "one"
-    place.mkdir(mode=0o700)
-    one = Ranks(Kind("file", 4), place).run(program)
-    two = Ranks(Kind("torch", 4, hosts=2), meeting_place).run(program)
-    assert set(one) == set(two)
-    assert len(set(one)) == 1
-
-
 @pytest.mark.parametrize(
     ("ranks", "seconds"), [(4, 0.05), *((2, 0.05 + number * 0.006) for number in range(3))]
 )
