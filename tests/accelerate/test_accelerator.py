@@ -79,9 +79,6 @@ def test_prepare_keeps_order_and_hands_on_what_it_does_not_know() -> None:
     assert isinstance(one, PreparedOptimizer)
     assert a.prepare(two) is two
     assert a.unwrap_model(two) is model
-    compiled: Any = torch.compile(model, backend="eager")
-    assert a.unwrap_model(compiled, keep_torch_compile=False) is model
-    assert a.unwrap_model(compiled) is compiled  # the default, as there
     batch = next(iter(a.prepare(DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=2))))
     assert batch[0].device == a.device
     kept = a.free_memory(one, two)
@@ -297,7 +294,7 @@ def test_arguments_that_mean_what_they_mean_there(world: Ranks) -> None:
 def test_compiled_programs() -> None:
     job, model = Accelerator(cpu=True), torch.nn.Linear(1, 1)
     compiled: Any = torch.compile(torch.nn.DataParallel(model), backend="eager")
-    assert job.unwrap_model(compiled) is compiled
+    assert job.unwrap_model(compiled) is compiled  # the default, as there
     assert compiled._orig_mod is model
     assert job.unwrap_model(compiled, keep_torch_compile=False) is model
 

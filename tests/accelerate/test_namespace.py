@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import KINDS, on_every_rank
 from support.rank_worlds import Ranks
-from support.training_models import alone, everywhere, feed, numbers, unit_model
+from support.training_models import alone, everywhere, feed, gradient, numbers, unit_model
 
 from syncprims import accelerate, get_rank
 from syncprims.accelerate import Accelerator, PartialState, debug_launcher, utils
@@ -199,10 +199,11 @@ def test_the_state_of_the_window() -> None:
         torch.optim.SGD(plain.parameters(), lr=1.0),
         feed([torch.ones(1)] * (3 * job.num_processes), batch_size=1),
     )
-    state, seen = GradientState(), []
+    state, seen, gradients = GradientState(), [], []
     for batch in loader:
         with job.accumulate(model):
             job.backward(model(batch).mean())
+            gradients.append(gradient(model))
             optimizer.step()
             optimizer.zero_grad()
         assert state.active_dataloader is loader
@@ -218,6 +219,7 @@ def test_the_state_of_the_window() -> None:
     job.sync_gradients = True
     optimizer.step()
     windows = [(False, False), (True, False), (True, True)]
+    assert gradients == [0.5, 1.0, 0.5]  # divided by the steps at once, in the tail, too
     assert [seen, before, numbers(model)[0]] == [windows, -1.5, -2.5]
 
 

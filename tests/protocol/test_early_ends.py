@@ -47,13 +47,6 @@ def test_our_launcher_names_it(launches: Launches, ending: str, how: str, late: 
     ]
 
 
-def test_our_launcher_tells_those_that_wait_at_a_store(launches: Launches) -> None:
-    done = launches.run("if is_main(): barrier('saved')\n", "--backend", "auto", n=2)
-    assert done.code == 1
-    text = "PeerLost: rank 1 ended (exit code 0) before its first call, while rank 0 is in barrier"
-    assert f"{text} 'saved' (job.py:3)" in done.err
-
-
 def test_the_error_has_its_facts(launches: Launches) -> None:
     done = launches.run(
         """

@@ -745,27 +745,6 @@ def test_a_pass_that_fails_leaves_no_trace(world: Ranks) -> None:
     assert world.run(program) == [1.5, 1.5]
 
 
-@everywhere
-@on_every_rank
-def test_losses_divided_by_steps_at_once() -> None:
-    """As in Accelerate: also in the tail, which holds fewer micro-batches."""
-    job = new_job(4)
-    plain: Any = unit_model()
-    model, optimizer, loader = job.prepare(
-        plain,
-        torch.optim.SGD(plain.parameters(), lr=1.0),
-        feed([torch.ones(1)] * (5 * syncprims.get_world_size()), batch_size=1),
-    )
-    seen = []
-    for batch in loader:
-        with job.accumulate(model):
-            job.backward(model(batch).mean())
-            seen.append(gradient(model))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert (seen, numbers(model)[0]) == ([0.25, 0.5, 0.75, 1.0, 0.25], -1.25)
-
-
 @with_others
 def test_ranks_without_batches_join_passes_outside_of_windows(world: Ranks) -> None:
     def program() -> list[float]:

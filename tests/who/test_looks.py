@@ -30,11 +30,10 @@ import syncprims as sp
 
 # Only the launcher sets these variables.
 from syncprims._world.launchers import make_rank_variables
-from syncprims.cli.console import Style
-from syncprims.cli.who import _text as command_text
 from syncprims.interface import Label, Status, WaitView
-from syncprims.who import WorldReport, processes, who
+from syncprims.who import WorldReport, who
 from syncprims.who.observation import Observation
+from syncprims.who.processes import find_py_spy
 from syncprims.who.verdict import BoardView, RankWait, WorldView, judge
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -45,11 +44,6 @@ PAIR, TRIO = Kind("file", 2), Kind("file", 3)
 def names(report: WorldReport, *ranks: int) -> bool:
     """Return whether a verdict is that others wait for these ranks."""
     return report.verdict.kind == "waiting" and report.verdict.waiting_for == list(ranks)
-
-
-def text_of(report: WorldReport) -> list[str]:
-    """Return the lines that a person sees."""
-    return command_text([report], (), Style(sys.stdout, {"NO_COLOR": "1"}))
 
 
 def call_of(report: WorldReport, rank: int) -> str:
@@ -87,8 +81,9 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+LINE = ", in loop_in_python (test_looks.py:" if find_py_spy() else "computes"
 HANGS: dict[Callable[[], None], tuple[str, str]] = {
-    loop_in_python: ("running", "computes"),
+    loop_in_python: ("running", LINE),
     loop_in_c: ("running", "computes"),
     sleep: ("running", "sleeps in "),
     fill_a_pipe: ("running", "write on pipe:"),
@@ -132,23 +127,6 @@ def test_the_late_rank_is_named(hang: Callable[[], None], kind: Kind, meeting_pl
     assert second.startswith("  rank 1 was last seen at barrier 'start' (")
     assert doing in second
     assert "'start'" in (seen.last_barrier or "")
-
-
-def test_the_line_of_a_running_rank_is_named_where_py_spy_is_installed(meeting_place: Path) -> None:
-    if not processes.python_lines([os.getpid()]):
-        pytest.skip("there is no py-spy here, or it does not know this Python")
-
-    def program() -> None:
-        if sp.get_rank() == 1:
-            loop_in_python()
-        sp.barrier()
-
-    with running(PAIR, meeting_place, program):
-        seen = await_report(meeting_place, lambda r: ", in " in r.ranks[1].doing)
-    line = loop_in_python.__code__.co_firstlineno
-    doing = [f", in loop_in_python (test_looks.py:{line + after})" for after in (1, 2)]
-    assert seen.ranks[1].doing.endswith(tuple(doing))
-    assert seen.ranks[1].doing in seen.verdict.text
 
 
 EXPECTED: dict[str, str] = json.loads(GOLDEN.read_text())
