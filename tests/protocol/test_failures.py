@@ -467,10 +467,8 @@ def test_a_caught_deadlock_leaves_healthy_groups(meeting_place: Path, signs: Sig
     assert outcomes[:2] == ["CollectiveMismatch"] * 2
 
 
-@several(2)
-def test_many_names_while_a_round_is_outstanding(world: Ranks) -> None:
-    if world.kind.backend != "file":
-        pytest.skip("it keeps one file per note")
+def test_many_names_while_a_round_is_outstanding(meeting_place: Path) -> None:
+    """Of the file backend, which keeps one file per note."""
 
     def program() -> None:
         lag = sp.Trigger(lag=1)
@@ -480,7 +478,7 @@ def test_many_names_while_a_round_is_outstanding(world: Ranks) -> None:
             lag.check()
             sp.barrier(f"step {i}")
 
-    world.run(program)
+    Ranks(Kind("file", 2), meeting_place).run(program)
 
 
 @several(2)

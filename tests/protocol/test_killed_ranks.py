@@ -80,10 +80,6 @@ def leash() -> Generator[tuple[int, int]]:
     os.close(writer)
 
 
-def in_user_code() -> None:
-    kill_me()
-
-
 def in_a_barrier() -> None:
     signal.signal(signal.SIGALRM, kill_me)
     signal.setitimer(signal.ITIMER_REAL, 0.03)
@@ -106,7 +102,7 @@ def while_writing() -> None:
     sp.broadcast(b"x" * 5_000_000, src=VICTIM)
 
 
-PLACES = [in_user_code, in_a_barrier, while_encoding, while_writing]
+PLACES: list[Callable[[], None]] = [kill_me, in_a_barrier, while_encoding, while_writing]
 
 
 def meet(place: Callable[[], None]) -> None:
@@ -177,17 +173,15 @@ def joining(directory: Path, prepare: Callable[[], None], **variables: str) -> l
     return outcomes
 
 
-def test_a_rank_killed_before_it_joined_is_missed_by_name(meeting_place: Path) -> None:
-    said = joining(meeting_place, kill_me, SYNCPRIMS_JOIN_TIMEOUT="1")
-    assert said == [("SyncTimeout", [VICTIM], False)] * 2
-
-
-def test_a_rank_killed_with_the_run_locked_is_missed_by_name(meeting_place: Path) -> None:
+def be_killed_with_the_run_locked() -> None:
     """The system frees the lock, and the others go on."""
+    vars(sys.modules["syncprims.backends.file.backend"])["_world_to_join"] = kill_me
 
-    def prepare() -> None:
-        vars(sys.modules["syncprims.backends.file.backend"])["_world_to_join"] = kill_me
 
+@pytest.mark.parametrize("prepare", [kill_me, be_killed_with_the_run_locked])
+def test_a_rank_killed_before_it_joined_is_missed_by_name(
+    prepare: Callable[[], None], meeting_place: Path
+) -> None:
     said = joining(meeting_place, prepare, SYNCPRIMS_JOIN_TIMEOUT="1")
     assert said == [("SyncTimeout", [VICTIM], False)] * 2
 

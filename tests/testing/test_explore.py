@@ -13,7 +13,6 @@ import pytest
 import syncprims as sp
 from syncprims.testing import (
     Kill,
-    Point,
     Raise,
     Stop,
     UncontrolledError,
@@ -98,7 +97,7 @@ def test_all_orders_between_rounds_come_up() -> None:
 def test_pct_finds_a_planted_bug_within_the_published_bound() -> None:
     ranks, steps, at = 4, 10, 9
     program = Planted(ranks, steps, at)
-    k = run_once(WorldSpec(rounds_of(steps), ranks, seed=Seed(0))).steps
+    k = run_once(WorldSpec(lambda: rounds(steps), ranks, seed=Seed(0))).steps
     bound = 1 / (ranks * k)
     tries = 150
     found = 0
@@ -110,10 +109,6 @@ def test_pct_finds_a_planted_bug_within_the_published_bound() -> None:
             found += 1
     # What is promised is a bound from below: far more is found, since many orders show it.
     assert found / tries >= bound
-
-
-def rounds_of(count: int) -> Any:
-    return lambda: rounds(count)
 
 
 def test_the_shortest_failure_is_raised_with_its_seed() -> None:
@@ -218,11 +213,7 @@ def test_a_failure_without_a_fault_is_raised() -> None:
             trigger.check()
 
     with pytest.raises((UnequalRounds, sp.PeerLost)):
-        every_point(uneven, Kill(1, at="nowhere"), 2, check=_nothing)
-
-
-def _nothing(point: Point) -> None:
-    pass
+        every_point(uneven, Kill(1, at="nowhere"), 2, check=lambda point: None)
 
 
 def test_a_rank_sleeps_in_the_worlds_time() -> None:

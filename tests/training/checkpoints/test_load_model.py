@@ -21,12 +21,8 @@ import syncprims as sp
 from syncprims.training import load_checkpoint_in_model, load_state, save_model, save_state
 
 
-def small() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, dtype=torch.float64))
-
-
 def filled(value: float) -> nn.Module:
-    model = small()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, dtype=torch.float64))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)

@@ -11,7 +11,7 @@ import threading
 from collections import Counter as Tally
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from support import ROOT
@@ -135,15 +135,10 @@ def test_a_failed_sync_is_not_tried_again(tmp_path: Path) -> None:
     assert trial._ranks.run(save) == [["fsync"]]
 
 
-def leave(number: int, frame: object) -> NoReturn:
-    """End the program, as a handler of SIGTERM may."""
-    sys.exit(143)
-
-
 @contextlib.contextmanager
 def leaving_on_sigterm() -> Generator[None]:
     """End the block on SIGTERM as a program ends: once its threads have."""
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
     finally:

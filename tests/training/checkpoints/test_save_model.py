@@ -140,8 +140,6 @@ def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, alone: Alone) -
 @several(2, 4)
 @in_processes
 def test_ranks_write_different_shards(world: Ranks, tmp_path: Path) -> None:
-    from support.file_faults import watched
-
     def program() -> set[str]:
         made: set[str] = set()
 
