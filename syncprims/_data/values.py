@@ -121,10 +121,11 @@ def _check_encodable(rounds: Rounds, label: Label, obj: Any) -> None:
 
     :raises EncodingError: as where it does.
     """
+    if is_array(obj) and obj.dtype.kind in "biufc":
+        return
     is_dict: bool = type(obj) is dict
     parts: Any = (*obj, *obj.values()) if is_dict else (obj,)
-    could = codec.LEAVES.keys() >= {*map(type, parts)}  # the fastest way to know
-    if not could and not (is_array(obj) and obj.dtype.kind in "biufc"):
+    if not codec.LEAVES.keys() >= {*map(type, parts)}:  # else it could: the fastest way to know
         _encode(rounds, label, obj, out_of_band=[])
 
 
