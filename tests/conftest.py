@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,9 @@ from typing import Any, Literal
 
 import filelock
 import pytest
+from support import ROOT
 from support.forks import prepare_forks
+from support.pages import write_files
 from support.rank_worlds import Kind, Ranks, Scripts, Signs
 
 # A public call would start the world that the test says is not there.
@@ -43,7 +44,7 @@ for _number, _action in (
 #: Every behaviour is tested on each of these: real processes, a third-party backend, and threads.
 KINDS = [
     Kind("single", 1),
-    *(Kind(backend, ranks) for backend in ("file", "tiny", "threads") for ranks in (1, 2, 4)),
+    *(Kind(backend, ranks) for backend in ("file", "mine", "threads") for ranks in (1, 2, 4)),
     Kind("torch", 2),
     Kind("torch", 4, hosts=2),
 ]
@@ -101,16 +102,15 @@ def nothing_left_behind() -> Generator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the third-party backend once per session, in a private directory."""
+def backend_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the backend of docs/backends.md once per session, in a private directory."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
-    site = root / "tiny-site"
-    with filelock.FileLock(root / "tiny-site.lock"):
+    site, source = root / "backend-site", root / "backend-source"
+    with filelock.FileLock(root / "backend-site.lock"):
         if not site.exists():
-            source = root / "tiny-source"
-            shutil.copytree(HERE / "tiny_backend", source)
+            write_files(ROOT / "docs/backends.md", source)
             command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index"]
             command += ["--no-build-isolation", "--disable-pip-version-check"]
             command += ["--root-user-action=ignore", "--target", str(site), str(source)]
@@ -144,7 +144,7 @@ def world(kind: Kind, meeting_place: Path, request: pytest.FixtureRequest) -> Ge
     """A world on every backend and of every size; real processes, except for `threads`."""
     if kind.backend == "threads" and request.node.get_closest_marker("in_processes"):
         pytest.skip("needs processes: kills, signals, real time or variables of one rank")
-    site = request.getfixturevalue("tiny_site") if kind.backend == "tiny" else None
+    site = request.getfixturevalue("backend_site") if kind.backend == "mine" else None
     ranks = Ranks(kind, meeting_place, site)
     yield ranks
     ranks.check_nothing_left()

@@ -35,11 +35,11 @@ class TestFileOfFive(BackendContract):
 
 
 class TestAThirdPartys(BackendContract):
-    backend = "tiny"
+    backend = "mine"
 
     @pytest.fixture(autouse=True)
-    def installed(self, tiny_site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.syspath_prepend(str(tiny_site))
+    def installed(self, backend_site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(str(backend_site))
 
 
 def test_a_limit_for_objects_beside_a_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,16 +82,16 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_what_is_easily_got_wrong_fails(mutant: str, tiny_site: Path, tmp_path: Path) -> None:
+def test_what_is_easily_got_wrong_fails(mutant: str, backend_site: Path, tmp_path: Path) -> None:
     """Each of the five things that the page about backends names."""
     right, wrong = MUTANTS[mutant]
-    shutil.copytree(tiny_site, tmp_path / "site")
-    source = tmp_path / "site" / "tiny_backend.py"
+    shutil.copytree(backend_site, tmp_path / "site")
+    source = tmp_path / "site" / "my_backend.py"
     assert source.read_text().count(right) == 1
     source.write_text(source.read_text().replace(right, wrong))
     (tmp_path / "test_it.py").write_text(
         "from syncprims.testing import BackendContract\n"
-        "class TestIt(BackendContract):\n    backend = 'tiny'\n"
+        "class TestIt(BackendContract):\n    backend = 'mine'\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:randomly", "test_it.py"],

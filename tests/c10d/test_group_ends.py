@@ -43,7 +43,7 @@ def resident() -> int:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux")  # noqa: PTH112
 @pytest.mark.parametrize("count", [5, pytest.param(200, marks=pytest.mark.soak)])
 def test_groups_made_and_destroyed_hold_nothing(world: Ranks, count: int) -> None:
-    if world.kind.backend == "tiny":
+    if world.kind.backend == "mine":
         pytest.skip("it cannot close a board")
 
     def descriptors() -> list[str]:

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pages import PAGES, ROOT, Block, Command, blocks, commands, matches, name
+from support.pages import (
+    PAGES,
+    ROOT,
+    Block,
+    Command,
+    blocks,
+    commands,
+    matches,
+    name,
+    write_files,
+)
 from support.rank_environment import clean_environ
 
 from syncprims.testing import run_world
@@ -86,15 +96,6 @@ def run_block(page: Path, block: Block, namespace: dict[str, Any]) -> None:
             raise
     else:
         assert wanted is None, f"{name(page)}:{block.line} does not raise {wanted}"
-
-
-def write_files(page: Path, folder: Path, until: int = sys.maxsize) -> None:
-    """Write the files that a page has before one of its lines."""
-    for block in blocks(page):
-        if block.file is not None and block.line < until:
-            path = folder / block.file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block.code + "\n")
 
 
 def shims(folder: Path) -> Path:
@@ -203,12 +204,6 @@ def check_requirements(place: str, words: list[str]) -> None:
             assert set(found[2].split(",")) <= extras, f"{place}: {word}"
         else:
             assert re.fullmatch(r"-e|\.|[a-z-]+|https://\S+", word), f"{place}: {word}"
-
-
-def test_the_backend_to_copy_is_the_one_that_every_behaviour_runs_on() -> None:
-    [shown] = [b for b in blocks(ROOT / "docs/backends.md") if b.file == "my_backend.py"]
-    ours = (ROOT / "tests/tiny_backend/tiny_backend.py").read_text().rstrip()
-    assert shown.code == ours.replace("Tiny", "My").replace("tiny", "mine")
 
 
 @of("toml", "yaml", "bash", "json")

@@ -113,7 +113,7 @@ def test_a_killed_rank_is_lost(world: Ranks) -> None:
 
     outcomes = world.outcomes(program)
     assert isinstance(outcomes.pop(1), Died)
-    knows_signal = world.kind.backend != "tiny"
+    knows_signal = world.kind.backend != "mine"
     assert outcomes == [(1, [1], knows_signal)] * (world.ranks - 1)
 
 

@@ -18,6 +18,7 @@ HTML comments give instructions that readers do not see:
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,6 +81,15 @@ def blocks(page: Path) -> list[Block]:
         else:
             marks[match[1]] = match[2].strip()
     return found
+
+
+def write_files(page: Path, folder: Path, until: int = sys.maxsize) -> None:
+    """Write the files that a page has before one of its lines."""
+    for block in blocks(page):
+        if block.file is not None and block.line < until:
+            path = folder / block.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.code + "\n")
 
 
 def commands(block: Block) -> list[Command]:

@@ -295,7 +295,7 @@ class Ranks:
         hosts = list(self.directory.glob("host-*"))
         folders = hosts or [self.directory]
         found = [p.name for folder in folders for p in folder.iterdir()]
-        left = [name for name in found if not name.startswith("tiny-")]
+        left = [name for name in found if not name.startswith("mine-")]
         assert not left or self._killed, left
 
 
