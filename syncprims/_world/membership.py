@@ -257,8 +257,8 @@ class _Vote:
         if len(members) < least:
             why = f"needs {least} ranks, and {len(members)} are left"
             way_on = "Restart the run from a checkpoint, or accept fewer with min_ranks"
-        elif lost and self._is_under_torchrun():
-            why = "does not work under torchrun, whose agent now ends all ranks"
+        elif self._is_ended_by_an_agent(lost, epoch):
+            why = "does not work under torchrun, whose agent now ends all ranks of its host"
             way_on = "Start the ranks with `syncprims run --elastic`, SLURM or Kubernetes instead"
         else:
             return epoch
@@ -269,9 +269,14 @@ class _Vote:
             rank=lost[0] if lost else None,
         )
 
-    def _is_under_torchrun(self) -> bool:
+    def _is_ended_by_an_agent(self, lost: Sequence[int], epoch: Epoch) -> bool:
+        """Return whether an agent of torchrun has lost a rank, and so ends others that are left."""
         agent = self._world.settings.agent_store  # else an operator sets torchrun's variables
-        return agent and self._world.topology.launcher == "torchrun"
+        nodes = self._world._nodes  # empty if these ranks have not met
+        if not (agent and nodes) or self._world.topology.launcher != "torchrun":
+            return False
+        left = [rank for _, rank, _ in epoch.members if rank is not None]
+        return not {nodes[rank] for rank in lost}.isdisjoint(nodes[rank] for rank in left)
 
     def _timeout(self, absent: Sequence[int]) -> SyncTimeout:
         waited = self._slots.now() - self._begin
