@@ -223,8 +223,11 @@ class Suites:
         first_calls = weakref.WeakKeyDictionary[Any, Any]()  # None: it is not a pool of ranks
 
         def starmap(pool: Any, func: Any, iterable: Any, chunksize: int | None = None) -> Any:
-            calls = [*iterable]
-            copy, first = _copier((func, calls), spawned=True), first_calls.get(pool)
+            calls, first = [*iterable], first_calls.get(pool)
+            if len(calls) != pool._processes or (pool in first_calls and first is None):
+                first_calls.setdefault(pool, None)
+                return before(pool, func, calls, chunksize)
+            copy = _copier((func, calls), spawned=True)
 
             def program(rank: int) -> tuple[Any, bool]:
                 result = None
@@ -233,13 +236,12 @@ class Suites:
                     result = function(*its_calls[rank])
                 return result, importlib.import_module("torch.distributed").is_initialized()
 
-            if len(calls) == pool._processes and (first or pool not in first_calls):
-                results, are_open = zip(*run(program, len(calls)), strict=True)
-                if first or all(are_open):
-                    first_calls.setdefault(pool, copy)
-                    return [*results]
-                self.left_alone["a pool whose first call opens no process group"] += 1
-            first_calls.setdefault(pool, None)
+            results, are_open = zip(*run(program, len(calls)), strict=True)
+            if first or all(are_open):
+                first_calls.setdefault(pool, copy)
+                return [*results]
+            self.left_alone["a pool whose first call opens no process group"] += 1
+            first_calls[pool] = None
             return before(pool, func, calls, chunksize)
 
         def map_(pool: Any, func: Any, iterable: Any, chunksize: int | None = None) -> Any:

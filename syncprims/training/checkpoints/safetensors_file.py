@@ -176,7 +176,7 @@ def _make_beginning(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, 
     header += b" " * (-(_LENGTH.size + len(header)) % _ALIGNMENT)
     if len(header) > _LONGEST_HEADER:
         what = f"{len(tensors)} tensors need a header of {len(header)} bytes"
-        raise ValueError(f"{what}, of {_LONGEST_HEADER} that there may be; allow smaller shards")
+        raise ValueError(f"{what}, and it may have {_LONGEST_HEADER}; allow smaller shards")
     return _LENGTH.pack(len(header)) + header
 
 

@@ -60,8 +60,9 @@ def check_objects(objects: Mapping[str, object], own: Mapping[str, object]) -> N
             what = f"{name!r} is a {type(thing).__name__}"
             raise TypeError(f"{what}: it has no state_dict() and load_state_dict()")
         if not _NAME.fullmatch(name) or _RESERVED_NAME.fullmatch(name):
-            takes = "letters, digits, '_', '.' and '-', at most 100, no sign first; nor 'rank-N'"
-            raise ValueError(f"{name!r} cannot name an object: a name has {takes}")
+            what = "a name has at most 100 letters, digits, '_', '.' and '-', begins with one of "
+            what += "the first two, and is not 'rank-' with a number"
+            raise ValueError(f"{name!r} cannot name an object: {what}")
     both = sorted(objects.keys() & own.keys())
     if both:
         raise ValueError(f"{both} are in objects and in rank_objects: pass each in one of them")
