@@ -271,10 +271,12 @@ class _Vote:
 
     def _is_ended_by_an_agent(self, lost: Sequence[int], epoch: Epoch) -> bool:
         """Return whether an agent of torchrun has lost a rank, and so ends others that are left."""
-        agent = self._world.settings.agent_store  # else an operator sets torchrun's variables
-        nodes = self._world._nodes  # empty if these ranks have not met
-        if not (agent and nodes) or self._world.topology.launcher != "torchrun":
-            return False
+        world = self._world
+        if not world.settings.agent_store or world.topology.launcher != "torchrun":
+            return False  # an agent's store: else an operator set torchrun's variables
+        nodes = world._nodes
+        if not nodes:
+            return False  # these ranks have not met
         left = [rank for _, rank, _ in epoch.members if rank is not None]
         return not {nodes[rank] for rank in lost}.isdisjoint(nodes[rank] for rank in left)
 
