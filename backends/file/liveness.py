@@ -1,8 +1,5 @@
 """Which ranks of a world live: one slot per rank, with its proof of life and what it publishes.
 
-A rank that has waited for a while sleeps until another rank wakes it or a process ends. Its
-doorbell is a named pipe. Correctness does not depend on it: a sleeping rank checks now and then.
-
 Each rank holds a lock for as long as it lives. The kernel frees the lock when the process ends,
 however it ends. So nothing has to be touched while all is well, and no rank is ever declared dead
 by a clock: a stopped or swapping rank still holds its lock.
@@ -29,7 +26,16 @@ from syncprims.interface import State
 
 from .claims import Claims
 from .early_ends import find_early_end
-from .memory import RECORD_HEAD, await_record, map_file, read_header, read_record, write_record
+from .memory import (
+    RECORD_HEAD,
+    Doorbell,
+    await_record,
+    map_file,
+    poll_unless_busy,
+    read_header,
+    read_record,
+    write_record,
+)
 from .private_dir import PrivateDirectory
 
 FILE = "liveness"
@@ -155,7 +161,7 @@ class Liveness:
     def ended(self, ranks: Iterable[int]) -> list[tuple[int, State]]:
         """Return those of `ranks` that are no longer there, and how they ended."""
         # If another thread is looking, the next look will do.
-        events = _poll_unless_busy(self._poll, 0.0) or [] if self._rank_of_fd else []
+        events = poll_unless_busy(self._poll, 0.0) or [] if self._rank_of_fd else []
         closed = {self._rank_of_fd[fd] for fd, event in events if event & select.POLLIN}
         found: list[tuple[int, State]] = []
         for rank in ranks:
@@ -342,10 +348,6 @@ def _lock_name(rank: int) -> str:
     return f"alive-{rank}"
 
 
-def _pipe_name(rank: int) -> str:
-    return f"doorbell-{rank}"
-
-
 def _slot(rank: int) -> int:
     """Return where the slot of `rank` begins; for the world size, the size of the file."""
     return _HEADER_SIZE + rank * _SLOT_SIZE
@@ -362,63 +364,3 @@ def _lock(fd: int) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.0005)
-
-
-# -- sleeping and waking --------------------------------------------------------------------------
-
-
-class Doorbell:
-    """The doorbell of `rank` in this directory, and those of other ranks that it has rung."""
-
-    def __init__(self, directory: PrivateDirectory, rank: int) -> None:
-        """Create the pipe of this rank.
-
-        :raises OSError: if there is no space for it.
-        """
-        self._directory = directory
-        self._own = directory.open_pipe(_pipe_name(rank), create=True)
-        self._fds = {rank: self._own}
-        self._poll = select.poll()
-        self._poll.register(self._own, select.POLLIN)
-
-    def also_wake_for(self, fd: int) -> None:
-        """End a sleep also when `fd` becomes readable; once."""
-        self._poll.register(fd, select.POLLIN)
-
-    def sleep(self, seconds: float) -> None:
-        """Return when another rank wakes this one, a watched process ends, or the time is up."""
-        events = _poll_unless_busy(self._poll, seconds)
-        if events is None:  # another thread of this rank sleeps: one poll serves one thread
-            poll = select.poll()
-            poll.register(self._own, select.POLLIN)
-            events = poll.poll(seconds * 1000)
-        for fd, _ in events:
-            if fd == self._own:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(fd, 4096)
-            else:
-                self._poll.unregister(fd)
-
-    def wake(self, rank: int) -> None:
-        """Wake `rank` if it sleeps. A thread may wake its own rank."""
-        # There may be no pipe, or a full one, so that it wakes anyway.
-        with contextlib.suppress(OSError, ConfigurationError):
-            if rank not in self._fds:
-                self._fds[rank] = self._directory.open_pipe(_pipe_name(rank))
-            os.write(self._fds[rank], b"!")
-
-    def close(self) -> None:
-        """Close all pipes."""
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
-
-
-def _poll_unless_busy(poll: select.poll, seconds: float) -> list[tuple[int, int]] | None:
-    """Return the events of `poll` within so many seconds; None if another thread uses it now."""
-    try:
-        return poll.poll(seconds * 1000)
-    except RuntimeError as error:
-        if error.args != ("concurrent poll() invocation",):
-            raise  # a signal handler has raised it
-        return None

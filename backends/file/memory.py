@@ -1,4 +1,4 @@
-"""Files that all members of a board map into memory: its cells, and the window for arrays.
+"""What the ranks of a host share: mapped cells, the window for arrays, pipes that wake sleepers.
 
 Each member has :data:`CELLS` cells. Only it writes them, and it uses them in turn. A cell is a
 *word* and a *body*. The words of one round stand side by side, so one comparison covers all of
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import select
 import struct
 import threading
 import time
@@ -317,3 +318,66 @@ def _allocate_window(fd: int, directory: PrivateDirectory, name: str, count: int
     with directory.explained(f"reserving {least} bytes that arrays pass through", name):
         _allocate(fd, least)
     return least
+
+
+# -- sleeping and waking --------------------------------------------------------------------------
+
+
+class Doorbell:
+    """The doorbell of `rank` in this directory, and those of other ranks that it has rung.
+
+    It is a named pipe. Correctness does not depend on it: a sleeping rank checks now and then.
+    """
+
+    def __init__(self, directory: PrivateDirectory, rank: int) -> None:
+        """Create the pipe of this rank.
+
+        :raises OSError: if there is no space for it.
+        """
+        self._directory = directory
+        self._own = directory.open_pipe(f"doorbell-{rank}", create=True)
+        self._fds = {rank: self._own}
+        self._poll = select.poll()
+        self._poll.register(self._own, select.POLLIN)
+
+    def also_wake_for(self, fd: int) -> None:
+        """End a sleep also when `fd` becomes readable; once."""
+        self._poll.register(fd, select.POLLIN)
+
+    def sleep(self, seconds: float) -> None:
+        """Return when another rank wakes this one, a watched process ends, or the time is up."""
+        events = poll_unless_busy(self._poll, seconds)
+        if events is None:  # another thread of this rank sleeps: one poll serves one thread
+            poll = select.poll()
+            poll.register(self._own, select.POLLIN)
+            events = poll.poll(seconds * 1000)
+        for fd, _ in events:
+            if fd == self._own:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(fd, 4096)
+            else:
+                self._poll.unregister(fd)
+
+    def wake(self, rank: int) -> None:
+        """Wake `rank` if it sleeps. A thread may wake its own rank."""
+        # There may be no pipe, or a full one, so that it wakes anyway.
+        with contextlib.suppress(OSError, ConfigurationError):
+            if rank not in self._fds:
+                self._fds[rank] = self._directory.open_pipe(f"doorbell-{rank}")
+            os.write(self._fds[rank], b"!")
+
+    def close(self) -> None:
+        """Close all pipes."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+
+def poll_unless_busy(poll: select.poll, seconds: float) -> list[tuple[int, int]] | None:
+    """Return the events of `poll` within so many seconds; None if another thread uses it now."""
+    try:
+        return poll.poll(seconds * 1000)
+    except RuntimeError as error:
+        if error.args != ("concurrent poll() invocation",):
+            raise  # a signal handler has raised it
+        return None

@@ -31,7 +31,7 @@ from . import rendezvous
 from . import store as stores
 from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd, read_key
-from .engines import DefaultGroup, GlooEngine, NcclEngine
+from .engines import DefaultGroup, NcclEngine
 from .host_state import BEATS, Heartbeat
 from .rendezvous import HostGroup, Placement, Rendezvous
 from .slots import HostSlots, Roster
@@ -228,17 +228,9 @@ class TorchBackend(Backend):
             return own
         file = self._local.file_of(members, name)
         with self._local.locked_directory():
-            board = TwoLevelBoard(members, file, own, self._connection)
-        placement = self._placement
-        prefix = f"{placement.token}/{file}/gloo"
-        board.engine = GlooEngine(
-            self._connection.endpoint,
-            prefix,
-            board.members.index(self.topology.rank),
-            [placement.hosts[placement.host_of[rank]].name for rank in board.members],
-            self.settings.gloo_interfaces,
-            self.settings.heartbeat,
-        )
+            board = TwoLevelBoard(
+                members, file, own, self._connection, self.settings.gloo_interfaces
+            )
         self._boards.append(board)
         return board
 

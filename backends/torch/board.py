@@ -24,6 +24,7 @@ from ..file.liveness import Liveness
 from ..file.memory import Fence
 from ..file.slots import FileSlots
 from .decisions import COMPLETE, END, VERDICT, Decisions, MemberEnd, decode_notes, read_key
+from .engines import GlooEngine
 from .host_state import ELSEWHERE, Heartbeat, HostState
 from .rendezvous import Placement
 from .store import StoreEndpoint, StoreGone, StoreLink, StoreProbe, first_line
@@ -75,8 +76,9 @@ class TwoLevelBoard(Board):
         file: str,
         local: SharedMemoryBoard,
         connection: HostConnection,
+        interfaces: str | None,
     ) -> None:
-        """Open the board in `file`; under the run's lock."""
+        """Open the board in `file`; under the run's lock. Its engine uses these `interfaces`."""
         super().__init__(members, local.name)
         self.local = local  #: of the members on this host
         #: Of these, the rank of each liveness slot.
@@ -101,6 +103,15 @@ class TwoLevelBoard(Board):
         self._verdict: bytes | None = None
         self._wait = WaitView(0)
         self._fence = Fence()
+        placement = connection.placement
+        self.engine = GlooEngine(
+            connection.endpoint,
+            f"{self._prefix}/gloo",
+            self.members.index(local.rank),
+            [placement.hosts[placement.host_of[member]].name for member in self.members],
+            interfaces,
+            connection.heartbeat.limit,
+        )
 
     # -- post -----------------------------------------------------------------------------------
 
