@@ -132,7 +132,17 @@ def alone(meeting_place: Path) -> Callable[[Callable[[], Any]], Any]:
     return lambda program: Ranks(Kind("single", 1), meeting_place).run(program)[0]
 
 
-@pytest.fixture(params=KINDS, ids=str)
+#: What these show, the others nearly always show as well.
+RARE = ("file-1", "mine-1", "threads-1", "mine-4")
+
+
+def parameters(kinds: list[Kind]) -> list[Any]:
+    """Return the kinds as parameters of tests; `make soak` tries the rare ones, too."""
+    soak = pytest.mark.soak
+    return [pytest.param(k, id=str(k), marks=[soak] * (str(k) in RARE)) for k in kinds]
+
+
+@pytest.fixture(params=parameters(KINDS))
 def kind(request: pytest.FixtureRequest) -> Kind:
     """A backend and a world size."""
     found: Kind = request.param
@@ -192,4 +202,4 @@ def seeds(daily: list[range], soak: range) -> pytest.MarkDecorator:
 def several(*ranks: int) -> pytest.MarkDecorator:
     """Parametrize by worlds with more than one rank."""
     kinds = [kind for kind in KINDS if kind.ranks in (ranks or (2, 4))]
-    return pytest.mark.parametrize("kind", kinds, ids=str, indirect=True)
+    return pytest.mark.parametrize("kind", parameters(kinds), indirect=True)

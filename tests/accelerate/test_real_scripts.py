@@ -145,7 +145,8 @@ sys.stdout.write(f"done {library} {losses} {float(weights)}\\n")  # at once: ran
 """
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_transformers_trainer_runs(ranks: int, tmp_path: Path) -> None:
     """Its losses and weights have the bits that Accelerate gives; on two ranks without Gloo."""
     script = tmp_path / "train.py"

@@ -37,6 +37,7 @@ def run(*command: object, folder: Path | None = None) -> str:
 
 
 @needs_digits
+@pytest.mark.soak
 def test_digits_learn_the_same_on_one_and_four_ranks(tmp_path: Path) -> None:
     learned = []
     for ranks in (1, 4):
@@ -106,6 +107,7 @@ def result(out: str) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+@pytest.mark.soak
 def test_a_script_moves_over_by_its_import_line_and_gives_the_same_numbers(tmp_path: Path) -> None:
     script = EXAMPLES / "from_accelerate.py"
     line = "from syncprims.accelerate import Accelerator"
@@ -189,17 +191,18 @@ def starts(daily: str) -> list[Any]:
 @pytest.mark.parametrize("start", starts("file-2"))
 def test_digits_are_learnt_saved_and_resumed(start: list[str], tmp_path: Path) -> None:
     places = ["--cache", tmp_path / "cache.pt", "--checkpoint", tmp_path / "saved"]
-    first = run(*start, EXAMPLES / "train_digits.py", *places, "--epochs", 6, "--pause-after", 4)
+    first = run(*start, EXAMPLES / "train_digits.py", *places, "--epochs", 3, "--pause-after", 2)
     assert first.count("prepared 1797 digits") == 1
-    again = run(*start, EXAMPLES / "train_digits.py", *places, "--epochs", 6)
-    assert "continues after epoch 4" in again
-    assert "epoch  4" not in again
+    again = run(*start, EXAMPLES / "train_digits.py", *places, "--epochs", 3)
+    assert "continues after epoch 2" in again
+    assert "epoch  2" not in again
     found = re.search(r"best ([\d.]+)% correct of 360", again)
     assert found is not None
     assert float(found[1]) >= 97
 
 
 @pytest.mark.parametrize("start", starts("torch-2")[1:])
+@pytest.mark.soak
 def test_text_is_learnt_alike_on_one_rank_and_on_several(start: list[str]) -> None:
     small = ["--steps", 20, "--every", 10, "--width", 32, "--layers", 1]
     losses = []

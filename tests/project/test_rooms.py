@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from support import ROOT
 from support.sources import SOURCES, imports, is_in, parsed
 
@@ -31,9 +30,18 @@ BUILT_ON = {
 }
 
 _IMPORT_ALL = """
-import importlib, sys
-for name in sys.stdin.read().split():
-    importlib.import_module(name)
+import importlib, os, sys
+import torch  # once, and not for each copy
+for line in sys.stdin.read().splitlines():
+    copy, *names = line.split()
+    if pid := os.fork():
+        assert os.waitpid(pid, 0)[1] == 0, copy
+        continue
+    sys.path.insert(0, copy)
+    for name in names:
+        importlib.import_module(name)
+    assert sys.modules["syncprims"].__file__.startswith(copy)
+    os._exit(0)
 """
 _RANK = """
 import syncprims as sp
@@ -58,10 +66,9 @@ def depending_on(room: str) -> set[str]:
         found |= more
 
 
-def run(source: str, copy: Path, given: str = "", **variables: str) -> subprocess.Popen[str]:
+def run(source: str, given: str = "", **variables: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", source],
-        env={**os.environ, "PYTHONPATH": str(copy), **variables},
+        [sys.executable, "-c", source], env={**os.environ, **variables},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert process.stdin is not None
@@ -71,28 +78,34 @@ def run(source: str, copy: Path, given: str = "", **variables: str) -> subproces
     return process
 
 
-@pytest.mark.parametrize("room", BUILT_ON)
-def test_all_else_works_without_a_room(room: str, tmp_path: Path, meeting_place: Path) -> None:
-    copy = tmp_path / "copy"
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "syncprims", copy / "syncprims", ignore=ignore)
-    shutil.copytree(ROOT / "backends", copy / "syncprims" / "backends", ignore=ignore)
+def copy_without(room: str, copy: Path) -> list[str]:
+    """Make a copy of the package without a room, and return the modules that it leaves."""
+    shutil.copytree(ROOT / "syncprims", copy / "syncprims")  # with the compiled modules
+    shutil.copytree(ROOT / "backends", copy / "syncprims" / "backends")
     shutil.rmtree(copy / "syncprims" / room.replace(".", "/"))
     gone = depending_on(room)
     assert not {m for m in gone if any(is_in(m, name) for name in named(*CORE))}
     built_on = named(room, *BUILT_ON[room])
     assert not {m for m in gone if not any(is_in(m, name) for name in built_on)}, "they need it"
-    left = sorted(set(SOURCES) - gone - named("testing.plugin"))  # the plugin runs already
-    importing = run(_IMPORT_ALL, copy, "\n".join(left))
-    ranks = [
-        run(
-            _RANK, copy, SYNCPRIMS_BACKEND="file", SYNCPRIMS_DIR=str(meeting_place),
-            SYNCPRIMS_RUN_ID="rooms", SYNCPRIMS_RANK=str(rank), SYNCPRIMS_WORLD_SIZE="2",
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [process.communicate()[0] for process in (importing, *ranks)]
-    assert [importing.returncode, said] == [0, ["", *["1 x True\n"] * 2]]
+    return sorted(set(SOURCES) - gone - named("testing.plugin"))  # the plugin runs already
+
+
+def test_all_else_works_without_a_room(tmp_path: Path, meeting_place: Path) -> None:
+    copies = {tmp_path / room: copy_without(room, tmp_path / room) for room in BUILT_ON}
+    names = "\n".join(" ".join([str(copy), *left]) for copy, left in copies.items())
+    importing = run(_IMPORT_ALL, names)
+    said = [importing.communicate()[0]]
+    for copy in copies:
+        ranks = [
+            run(
+                _RANK, PYTHONPATH=str(copy), SYNCPRIMS_BACKEND="file",
+                SYNCPRIMS_DIR=str(meeting_place), SYNCPRIMS_RUN_ID=copy.name,
+                SYNCPRIMS_RANK=str(rank), SYNCPRIMS_WORLD_SIZE="2",
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        said += [process.communicate()[0] for process in ranks]
+    assert [importing.returncode, said] == [0, ["", *["1 x True\n"] * 2 * len(copies)]]
 
 
 def lines_of_code(name: str) -> int:

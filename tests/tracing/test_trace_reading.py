@@ -312,7 +312,7 @@ def test_a_long_trace(planted: Planted, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert sum(e["dur"] > 9e5 for e in slices) == 30
 
 
-@pytest.mark.parametrize("ranks", [2, 64])
+@pytest.mark.parametrize("ranks", [2, pytest.param(64, marks=pytest.mark.soak)])
 def test_the_picture_shows_the_straggler(ranks: int, tmp_path: Path, plant: Plant) -> None:
     from matplotlib.colors import to_rgb
     from matplotlib.image import imread

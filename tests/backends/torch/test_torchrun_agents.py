@@ -98,7 +98,7 @@ def run_agents(source: str, tmp_path: Path, place: Path, *options: str, **more: 
         return agents.await_success(agents.start(), agents.start())
 
 
-@pytest.mark.parametrize("own_store", [False, True])
+@pytest.mark.parametrize("own_store", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_agents_that_restart_meet(own_store: bool, tmp_path: Path, meeting_place: Path) -> None:
     said = run_agents(
         """
@@ -119,7 +119,7 @@ def test_agents_that_restart_meet(own_store: bool, tmp_path: Path, meeting_place
     assert {attempt for _, attempt in said} == {"0", "1"}, "each agent counts its own"
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_rank_killed_before_or_while_it_joins_is_not_met(
     first: int, tmp_path: Path, meeting_place: Path
 ) -> None:

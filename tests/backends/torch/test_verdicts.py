@@ -139,6 +139,7 @@ def test_a_deadline_while_the_store_is_stopped(meeting_place: Path, signs: Signs
     assert set(first) <= {"passed", "SyncTimeout", "PeerFailed"}
 
 
+@pytest.mark.soak
 def test_a_host_that_is_cut_off_and_comes_back_hangs_nobody(tmp_path: Path) -> None:
     if why_not() is not None:
         pytest.skip(str(why_not()))

@@ -219,7 +219,7 @@ def crash(
 
 #: Into what the save writes.
 CASES = [
-    (name, before)
+    pytest.param(name, before, marks=[pytest.mark.soak] * (before == "an empty directory"))
     for name in ("single", "shards", "to-shards", "from-shards", "state")
     for before in ("nothing", "an empty directory", "an older one")
 ]
