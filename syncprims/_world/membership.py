@@ -222,15 +222,17 @@ class _Vote:
         """Return rounds and `min_ranks` of the living members that have called, by slot."""
         found: dict[int, tuple[int, int]] = {}
         for slot in self._slots.members:
-            number, rounds, least = self._call_of(slot)
-            if number == self._number and self._slots.state(slot) == "alive":
+            if self._has_called(slot) and self._slots.state(slot) == "alive":
+                _, rounds, least = json.loads(self._call_of(slot))
                 found[slot] = rounds, least
         return found
 
-    def _call_of(self, slot: int) -> tuple[int, int, int]:
-        said = self._mine if slot == self._slots.own else self._slots.call_of(slot)
-        number, rounds, least = json.loads(said) if said else (0, 0, 0)
-        return number, rounds, least
+    def _call_of(self, slot: int) -> bytes:
+        return self._mine if slot == self._slots.own else self._slots.call_of(slot)
+
+    def _has_called(self, slot: int) -> bool:
+        # Each rank asks this of all others, again and again, so nothing is decoded.
+        return self._call_of(slot).startswith(b"[%d," % self._number)
 
     def _absent(self) -> list[int]:
         """Return the slots of members that live and have not called."""
@@ -238,7 +240,7 @@ class _Vote:
         return [
             slot
             for slot in slots.members
-            if self._call_of(slot)[0] != self._number and slots.state(slot) in ("alive", "unknown")
+            if not self._has_called(slot) and slots.state(slot) in ("alive", "unknown")
         ]
 
     def _propose(self) -> Epoch | SyncError:

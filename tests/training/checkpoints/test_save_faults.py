@@ -35,8 +35,8 @@ import syncprims as sp
 SHORT = [
     ("single-1", False, 5), ("single-1", True, 5), ("shards-1", True, 7), ("to-shards-1", True, 5),
     ("from-shards-1", True, 7), ("state-1", True, 11), ("shards-2", True, 11),
-    ("state-2", False, 23), ("state-2", True, 29), ("state-behind-2", True, 37),
-    ("state-4", True, 53), ("object-1", True, 11), ("safe-object-1", True, 7),
+    ("state-2", False, 17), ("state-2", True, 17), ("state-behind-2", True, 23),
+    ("state-4", True, 23), ("object-1", True, 7), ("safe-object-1", True, 5),
 ]  # fmt: skip
 SHORT_SIGNALS = [
     ("state-behind-1", False, 4), ("state-behind-1", True, 3), ("state-behind-2", True, 11),
