@@ -66,16 +66,11 @@ def depending_on(room: str) -> set[str]:
         found |= more
 
 
-def run(source: str, given: str = "", **variables: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
+def start(source: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-c", source], env={**os.environ, **variables},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    assert process.stdin is not None
-    process.stdin.write(given)
-    process.stdin.close()
-    process.stdin = None
-    return process
 
 
 def copy_without(room: str, copy: Path) -> list[str]:
@@ -93,11 +88,11 @@ def copy_without(room: str, copy: Path) -> list[str]:
 def test_all_else_works_without_a_room(tmp_path: Path, meeting_place: Path) -> None:
     copies = {tmp_path / room: copy_without(room, tmp_path / room) for room in BUILT_ON}
     names = "\n".join(" ".join([str(copy), *left]) for copy, left in copies.items())
-    importing = run(_IMPORT_ALL, names)
-    said = [importing.communicate()[0]]
+    importing = start(_IMPORT_ALL)
+    said = [importing.communicate(names)[0]]
     for copy in copies:
         ranks = [
-            run(
+            start(
                 _RANK, PYTHONPATH=str(copy), SYNCPRIMS_BACKEND="file",
                 SYNCPRIMS_DIR=str(meeting_place), SYNCPRIMS_RUN_ID=copy.name,
                 SYNCPRIMS_RANK=str(rank), SYNCPRIMS_WORLD_SIZE="2",

@@ -143,9 +143,7 @@ def join_despite(
 
 
 @strides
-def test_damaged_files_of_a_dead_run_give_a_clean_start(
-    remains: Remains, stride: int, tmp_path: Path
-) -> None:
+def test_damage_of_a_dead_run_is_cleared(remains: Remains, stride: int, tmp_path: Path) -> None:
     """Unless something stands there that cannot be read or cleared away: then a clear error."""
     said = join_each(remains, tmp_path, stride, alive=False, patience=1)
     assert len(said) > 600 / stride
@@ -157,9 +155,7 @@ def test_damaged_files_of_a_dead_run_give_a_clean_start(
 
 
 @strides
-def test_damaged_files_of_a_living_run_give_a_clear_error(
-    remains: Remains, stride: int, tmp_path: Path
-) -> None:
+def test_damage_of_a_living_run_is_an_error(remains: Remains, stride: int, tmp_path: Path) -> None:
     """What is not damaged enough to be told is a rank that is waited for, for as long as asked."""
     said = join_each(remains, tmp_path, stride, alive=True, patience=0.001)
     assert len(said) > 600 / stride
