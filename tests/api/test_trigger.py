@@ -238,6 +238,7 @@ def check_interrupted(trigger: sp.Trigger, at: int, act: Callable[[], object]) -
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # else Python 3.12 traces no instruction
     sys.settrace(trace)
     try:
         found = trigger.check()

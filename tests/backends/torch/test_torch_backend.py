@@ -311,19 +311,21 @@ ROUNDS = 200
 
 @pytest.mark.parametrize(("ranks", "hosts"), [(2, 2), (8, 2), (3, 3), (6, 3)])
 def test_messages_grow_with_hosts_only(ranks: int, hosts: int, meeting_place: Path) -> None:
-    def program(calls: Counter[str]) -> int:
+    def program(calls: Counter[str]) -> tuple[int, float]:
         for _ in range(20):
             sp.barrier()
-        before = calls.total()
+        before, begin = calls.total(), time.monotonic()
         for _ in range(ROUNDS):
             sp.barrier()
-        return calls.total() - before
+        return calls.total() - before, time.monotonic() - begin
 
     world = Ranks(Kind("torch", ranks, hosts), meeting_place)
-    asked = sum(world.run_alone(counting(program), SYNCPRIMS_HEARTBEAT="1000")) / ROUNDS
-    # Each host brings (append, add) and waits (get); the last one settles and tidies (5 more). Who
-    # waits for long because the machine is busy looks around now and then: that is the rest.
-    assert 3 * hosts + 4 <= asked <= 4.5 * hosts + 7
+    results = world.run_alone(counting(program), SYNCPRIMS_HEARTBEAT="1000")
+    asked = sum(count for count, _ in results) / ROUNDS
+    # On a busy machine, each rank that has waited for 20 ms does what another may have failed to.
+    late = ranks * max(took for _, took in results) / ROUNDS / 0.02
+    # Each host brings (append, add) and waits (get); the last one settles and tidies (5 more).
+    assert 3 * hosts + 4 <= asked <= 4.5 * hosts + 7 + late
 
 
 def test_a_store_does_not_grow(meeting_place: Path) -> None:
