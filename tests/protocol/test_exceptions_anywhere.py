@@ -31,7 +31,7 @@ from syncprims.testing.worlds import run_once
 
 Disturb = Callable[[Callable[[], Any]], Any]
 
-pytestmark = pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="raising tracers crash it")
+pytestmark = pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="crashes if tracers raise")
 
 #: Whose instructions are interrupted. In a checkout, the backends are elsewhere than the package.
 _FOLDERS = tuple(
