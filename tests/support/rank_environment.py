@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -48,10 +50,12 @@ def clean_environ(*others: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a TCP port of this host on which no process listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port of this host that is free, and that the system gives to nobody unasked."""
+    while True:
+        port = 10_000 + secrets.randbelow(22_000)  # below what the system gives to other tests
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def environ_of_ranks(directory: Path, **more: str) -> dict[str, str]:
