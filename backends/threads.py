@@ -339,11 +339,11 @@ class ThreadBoard(Board):
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Return the notes of the oldest uncollected round; other ranks run meanwhile."""
         with self._scheduler.inside(self._own):
+            self.waiting_since = self._scheduler.now()
             if self._is_complete():
                 # The last to come need not be the first to continue.
                 self._scheduler.step(self._own)
             elif not self._is_in_vain():
-                self.waiting_since = self._scheduler.now()
                 until = self.waiting_since + (math.inf if timeout is None else timeout)
                 self._world.waiting[self] = ""
                 try:

@@ -206,7 +206,9 @@ class SharedMemoryBoard(Board):
                 notes: tuple[Note, ...] | None = (note,) * count
             elif seen[::_WIDTH] == all_here:
                 notes = self.notes(number)
-            elif looks == _LOOKS or (not looks and (policy.sleeps or self._waiting_for == number)):
+            elif looks == _LOOKS or (
+                not looks and (policy.sleeps_left or self._waiting_for == number)
+            ):
                 break
             else:
                 if not looks and not number & 3:  # some of the waits are enough
@@ -243,7 +245,7 @@ class SharedMemoryBoard(Board):
                 self.collected = number
                 self._tidy(number)
                 return notes
-            sleepy = now - self._waiting_since >= _YIELD_FOR or self._spin_policy.sleeps
+            sleepy = now - self._waiting_since >= _YIELD_FOR or self._spin_policy.sleeps_left
             looks += 1
             if not sleepy and looks % _LOOKS_PER_TIME:
                 os.sched_yield()
@@ -430,25 +432,25 @@ class _SpinPolicy:
     """
 
     def __init__(self) -> None:
-        self.sleeps = 0  #: so many of the next waits should sleep at once
+        self.sleeps_left = 0  #: of the next waits, those that sleep at once
         self._next = _FEWEST
         self._score = 0
 
     def count_wait(self) -> None:
         """Count a wait that was not over after a few looks."""
-        if self.sleeps:
-            self.sleeps -= 1
+        if self.sleeps_left:
+            self.sleeps_left -= 1
 
     def record(self, waited: float, weight: int = 1) -> None:
         """Record a wait of so many seconds, which represents `weight` waits."""
         if waited > _LONG:
             self._score += _LONG_WEIGHT
             if self._score >= _LIMIT:
-                self.sleeps, self._next = self._next, min(4 * self._next, _MOST)
+                self.sleeps_left, self._next = self._next, min(4 * self._next, _MOST)
                 self._score -= _LONG_WEIGHT
         else:
             self._score = max(0, self._score - weight)
-            if not self.sleeps:
+            if not self.sleeps_left:
                 self._next = max(self._next // 2, _FEWEST)
 
 

@@ -73,7 +73,7 @@ class Liveness:
         self._finished_at: dict[int, float] = {}
         self._ended: dict[int, tuple[State, str, bytes]] = {}  # final states
         self._poll = select.poll()  # on all watches at once
-        self._rank_of_fd: dict[int, int] = {}
+        self._slot_of_fd: dict[int, int] = {}
         with contextlib.ExitStack() as undo:
             size = _slot(world_size + _SPARE * elastic)
             self._memory = map_file(directory, FILE, MAGIC, world_size, size)
@@ -118,7 +118,7 @@ class Liveness:
         for watch in self._watches.values():
             watch.close()
         self._watches.clear()
-        self._rank_of_fd.clear()
+        self._slot_of_fd.clear()
         self.doorbell.close()
         os.close(self._lock_fd)
         self.claims.close()
@@ -126,10 +126,10 @@ class Liveness:
 
     # -- the others' slots ----------------------------------------------------------------------
 
-    def read(self, rank: int, what: tuple[int, int]) -> bytes:
-        """Return the latest text of this kind that `rank` has published."""
+    def read(self, slot: int, what: tuple[int, int]) -> bytes:
+        """Return the latest text of this kind that `slot` has published."""
         at, size = what
-        return await_record(self._memory, _slot(rank) + at, size)
+        return await_record(self._memory, _slot(slot) + at, size)
 
     def count_slots(self) -> int:
         """Return how many slots there are, with those of processes that have joined later."""
@@ -137,69 +137,69 @@ class Liveness:
 
     def watch_all(self) -> None:
         """Watch every other rank, while all are known to live."""
-        for rank in range(self.count_slots()):
-            if rank != self.slot:
-                self._watch(rank)
+        for slot in range(self.count_slots()):
+            if slot != self.slot:
+                self._watch(slot)
 
-    def _watch(self, rank: int) -> ProcessWatch | None:
-        """Return the watch on `rank`; None while it has not joined, or cannot be watched."""
-        watch = self._watches.get(rank)
+    def _watch(self, slot: int) -> ProcessWatch | None:
+        """Return the watch on `slot`; None while it has not joined, or cannot be watched."""
+        watch = self._watches.get(slot)
         if watch is None:
-            state, *who = _ENTRY.unpack_from(self._memory, _slot(rank))
+            state, *who = _ENTRY.unpack_from(self._memory, _slot(slot))
             # One that has finished too: its exit code may still come.
             if state not in (_ALIVE, _FINISHED):
                 return None
             watch = ProcessWatch(ProcessIdentity(*who))
             if watch.fd < 0:
                 return None
-            self._watches[rank] = watch
+            self._watches[slot] = watch
             self.doorbell.also_wake_for(watch.fd)
             self._poll.register(watch.fd, select.POLLIN)
-            self._rank_of_fd[watch.fd] = rank
+            self._slot_of_fd[watch.fd] = slot
         return watch
 
-    def ended(self, ranks: Iterable[int]) -> list[tuple[int, State]]:
-        """Return those of `ranks` that are no longer there, and how they ended."""
+    def ended(self, slots: Iterable[int]) -> list[tuple[int, State]]:
+        """Return those of `slots` that are no longer there, and how they ended."""
         # If another thread is looking, the next look will do.
-        events = poll_unless_busy(self._poll, 0.0) or [] if self._rank_of_fd else []
-        closed = {self._rank_of_fd[fd] for fd, event in events if event & select.POLLIN}
+        events = poll_unless_busy(self._poll, 0.0) or [] if self._slot_of_fd else []
+        closed = {self._slot_of_fd[fd] for fd, event in events if event & select.POLLIN}
         found: list[tuple[int, State]] = []
-        for rank in ranks:
-            watched = rank in self._watches and rank not in closed
-            if rank == self.slot or (watched and self._read_state(rank) == _ALIVE):
+        for slot in slots:
+            watched = slot in self._watches and slot not in closed
+            if slot == self.slot or (watched and self._read_state(slot) == _ALIVE):
                 continue  # the common case, for one system call in all
-            state = self.state(rank)[0]
+            state = self.state(slot)[0]
             if state not in ("alive", "unknown"):
-                found.append((rank, state))
+                found.append((slot, state))
         return found
 
-    def state(self, rank: int) -> tuple[State, str, bytes]:
-        """Return the state of `rank`, how it ended where known, and the failure it published."""
-        known = self._ended.get(rank)
+    def state(self, slot: int) -> tuple[State, str, bytes]:
+        """Return the state of `slot`, how it ended where known, and the failure it published."""
+        known = self._ended.get(slot)
         if known is None:
-            known = self._examine(rank)
+            known = self._examine(slot)
             if known[0] not in ("alive", "unknown"):
-                self._ended[rank] = known
+                self._ended[slot] = known
         return known
 
-    def _examine(self, rank: int) -> tuple[State, str, bytes]:
+    def _examine(self, slot: int) -> tuple[State, str, bytes]:
         # A rank is lost if it was here, is gone, and has published no end: so its state is read
         # before and after. It may be just joining (its lock comes before its state) or leaving.
-        before = self._read_state(rank)
+        before = self._read_state(slot)
         # Not only once all have joined: a rank that dies while others still join is named as well.
-        watch = self._watch(rank) if rank != self.slot else None
+        watch = self._watch(slot) if slot != self.slot else None
         ended = watch is not None and watch.has_ended()
-        gone = rank != self.slot and self._has_left(rank)
-        after = self._read_state(rank)
+        gone = slot != self.slot and self._has_left(slot)
+        after = self._read_state(slot)
         if after == _EMPTY:
-            end = find_early_end(self.directory, rank)
+            end = find_early_end(self.directory, slot)
             if end is None:
                 return "unknown", "", b""
             return "finished" if end.joined else "lost", end.how, b""
         if after == _FAILED:
-            return "failed", "", self.read(rank, _FAILURE)
+            return "failed", "", self.read(slot, _FAILURE)
         if after == _FINISHED:
-            return self._examine_finished(rank, watch, ended)
+            return self._examine_finished(slot, watch, ended)
         if gone and before == _ALIVE:
             # The lock is freed a moment before the process is gone and its exit code is known.
             status = _await_exit_status(watch)
@@ -209,31 +209,31 @@ class Liveness:
         return "alive", "", b""
 
     def _examine_finished(
-        self, rank: int, watch: ProcessWatch | None, ended: bool
+        self, slot: int, watch: ProcessWatch | None, ended: bool
     ) -> tuple[State, str, bytes]:
         """Distinguish a normal end from ``raise SystemExit(3)``, for which Python has no hook."""
-        since = self._finished_at.setdefault(rank, time.monotonic())
+        since = self._finished_at.setdefault(slot, time.monotonic())
         if watch is not None and not ended and time.monotonic() - since < _EXIT_GRACE:
             return "alive", "", b""  # after that, it called shutdown() and does something else
-        return _end_of(rank, _await_exit_status(watch) if ended else None)
+        return _end_of(slot, _await_exit_status(watch) if ended else None)
 
     # -- for another thread ---------------------------------------------------------------------
 
-    def peek(self, rank: int) -> State:
-        """Return the state of `rank`, and not how it ended."""
-        gone = self._read_state(rank) == _ALIVE and self._has_left(rank)
-        state = self._read_state(rank)  # it may have published its end meanwhile
+    def peek(self, slot: int) -> State:
+        """Return the state of `slot`, and not how it ended."""
+        gone = self._read_state(slot) == _ALIVE and self._has_left(slot)
+        state = self._read_state(slot)  # it may have published its end meanwhile
         return "lost" if gone and state == _ALIVE else _STATES.get(state, "unknown")
 
-    def _has_left(self, rank: int) -> bool:
-        """Return whether the process of `rank` has ended, or runs another program."""
-        watch = self._watches.get(rank)
-        return (watch is not None and watch.has_ended()) or _is_free(self.directory.fd, rank)
+    def _has_left(self, slot: int) -> bool:
+        """Return whether the process of `slot` has ended, or runs another program."""
+        watch = self._watches.get(slot)
+        return (watch is not None and watch.has_ended()) or _is_free(self.directory.fd, slot)
 
     # -- bytes ----------------------------------------------------------------------------------
 
-    def _read_state(self, rank: int) -> int:
-        return self._memory[_slot(rank)]
+    def _read_state(self, slot: int) -> int:
+        return self._memory[_slot(slot)]
 
     def _write_state(self, state: int) -> None:
         # In one piece: packing in place would clear the bytes first, and others would see that.

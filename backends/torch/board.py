@@ -31,7 +31,8 @@ from .store import StoreEndpoint, StoreGone, StoreLink, StoreProbe, first_line
 
 _CONTRIBUTE_ANYWAY = 0.02  # seconds until a waiting rank does what the last to post should have
 _CONTRIBUTE_AGAIN = 1.0  # and until a contribution may have been lost
-_ASK_ANYWAY = 1.0  # until it asks like a waiting rank before it should have; doubled for each such
+# Seconds after which a rank asks the store, too, if one before it should have; doubled each time.
+_ASK_ANYWAY = 1.0
 _FIRST_LOOK, _LONGEST_LOOK = 0.05, 1.0  # between two looks at the hosts that are missing
 _LAST_LOOK = 1.0  # at most, before absent ranks are named
 _LOOK_PER_HOST = 0.002  # at least, so that many hosts do not overload the store
@@ -282,7 +283,7 @@ class TwoLevelBoard(Board):
             own = {str(rank): [s.rounds, _text(s.label)] for rank, s in here.items()}
             store.set(f"{self._prefix}/host/{connection.host}", json.dumps(own))
         silent = {str(host): connection.heartbeat.silence(host) for host in looked_at}
-        report = {"here": list(pieces), "seen": seen, "silent": silent}
+        report = {"come": list(pieces), "seen": seen, "silent": silent}
         self._state.publish_report(number, report)
 
     def status(self, rank: int) -> Status:
@@ -297,7 +298,7 @@ class TwoLevelBoard(Board):
         seen = report.get("seen", {}).get(str(rank))
         if seen is not None and seen[0] >= rounds:
             rounds, label = seen[0], _label(seen[1])
-        elif host in report.get("here", ()):
+        elif host in report.get("come", ()):
             rounds, label = number, self.local.status(self.local.rank).label
         if end is not None:
             return Status(end.rounds, label, end.state, end.detail, end.failure.encode())

@@ -328,15 +328,15 @@ class Rounds:
         return self.board.collect(limit)
 
     def _complete(
-        self, notes: Sequence[Note] | None, waited: float, timeout: float | None
+        self, notes: Sequence[Note] | None, limit: float, timeout: float | None
     ) -> Sequence[Note]:
         """Return the notes of a round of one call; if they are None, wait for them first.
 
-        :param waited: seconds for which this rank has waited already.
+        :param limit: seconds for which it has waited already if `notes` is None.
         """
         board = self.board
         if notes is None:
-            begin = board.waiting_since if board.virtual_time else board.now() - waited
+            begin = board.waiting_since if board.virtual_time else board.now() - limit
             notes = self.wait(self._collect, timeout, begin)
         number = board.collected
         first = notes[0]
@@ -375,7 +375,7 @@ class Rounds:
         board = self.board
         if at_board and self._observer is not None:
             attempt = self._observer.watch_wait(attempt, begin)
-        number = board.collected + at_board  # not at the board, no member is missing
+        number = board.collected + at_board  # elsewhere, all notes of the round are collected
         deadline = math.inf if timeout is None else begin + timeout
         warn_every = self.settings.warn_after
         pause = self._first_look

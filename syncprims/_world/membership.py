@@ -191,7 +191,7 @@ class _Vote:
                 self._warn_every *= 2
                 warn_at = now + self._warn_every
             seconds = min(self._deadline, warn_at) - now
-            slots.wait(lambda: not self._absent() or self._decided(), seconds, self._absent)
+            slots.wait(self._can_decide, seconds, self._absent)
             decision = self._look()
         if isinstance(decision, SyncError):
             raise decision
@@ -205,8 +205,11 @@ class _Vote:
             )
         return decision
 
-    def _decided(self) -> bool:
-        return self._slots.decided(_name(self._number)) is not None
+    def _can_decide(self) -> bool:
+        # Asked again and again, so what is found soonest comes first.
+        slots = self._slots
+        decided = slots.decided(_name(self._number)) is not None
+        return decided or not any(map(self._is_absent, slots.members))
 
     def _look(self) -> Epoch | SyncError | None:
         """Return the decision; make it if this rank knows enough, and no other one has made it."""
@@ -234,14 +237,12 @@ class _Vote:
         # Each rank asks this of all others, again and again, so nothing is decoded.
         return self._call_of(slot).startswith(b"[%d," % self._number)
 
+    def _is_absent(self, slot: int) -> bool:
+        return not self._has_called(slot) and self._slots.state(slot) in ("alive", "unknown")
+
     def _absent(self) -> list[int]:
         """Return the slots of members that live and have not called."""
-        slots = self._slots
-        return [
-            slot
-            for slot in slots.members
-            if not self._has_called(slot) and slots.state(slot) in ("alive", "unknown")
-        ]
+        return [slot for slot in self._slots.members if self._is_absent(slot)]
 
     def _propose(self) -> Epoch | SyncError:
         before = self._world.decided

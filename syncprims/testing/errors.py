@@ -10,7 +10,7 @@ import traceback
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeGuard, cast
 
-from syncprims.errors import TORN, CollectiveMismatch, SyncError
+from syncprims.errors import CollectiveMismatch, SyncError
 
 
 class DeadlockError(SyncError, RuntimeError):
@@ -55,61 +55,24 @@ for _public in (DeadlockError, StallError, UnequalRounds, RankDied, FaultMissed,
     _public.__module__ = "syncprims.testing"  # tracebacks show the name that users import
 
 
-# -- what an exception says ------------------------------------------------------------------------
-
-
-def _is_group(error: BaseException | None) -> TypeGuard[BaseExceptionGroup[BaseException]]:
-    return isinstance(error, BaseExceptionGroup)
-
-
-def leaves(error: BaseException | None) -> list[BaseException]:
-    """Return `error`, or the exceptions in it if it is a group, as of tasks that run together."""
-    if _is_group(error):
-        return [leaf for member in error.exceptions for leaf in leaves(member)]
-    return [] if error is None else [error]
-
-
-def chain_of(error: BaseException) -> list[BaseException]:
-    """Return `error`, what it was raised from or while handling, and so on."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and all(link is not earlier for earlier in chain):
-        chain.append(link)
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return chain
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Return whether an error only reports that of another rank, or was raised over one that does.
-
-    A group is one if all in it are. What a test asserts while it handles such an error is the
-    test's own, and no consequence.
-    """
-    return not isinstance(error, AssertionError) and any(
-        isinstance(link, TORN) or (_is_group(link) and all(map(is_consequence, link.exceptions)))
-        for link in chain_of(error)
-    )
-
-
-def headline(error: BaseException) -> str:
-    """Return ``ValueError: bad value``, on one line."""
-    first = _text_of(error).strip().split("\n", 1)[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-def _text_of(error: BaseException) -> str:
-    """Return ``str(error)``, or "" if that raises: a user's code must not hide the failure."""
-    try:
-        return str(error)
-    except Exception:
-        return ""
-
-
 # -- exceptions for another process ----------------------------------------------------------------
 # Not by `tblib`: it restores tracebacks, and not the exceptions whose pickles cannot be loaded.
 
 
 _PYTESTS = "_pytest.outcomes"
+
+
+def is_group(error: BaseException | None) -> TypeGuard[BaseExceptionGroup[BaseException]]:
+    """Return whether `error` is a group of exceptions."""
+    return isinstance(error, BaseExceptionGroup)
+
+
+def text_of(error: BaseException) -> str:
+    """Return ``str(error)``, or "" if that raises: a user's code must not hide the failure."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 class RemoteError(Exception):
@@ -166,8 +129,8 @@ def pack_exception(error: BaseException) -> PackedException:
     by_pytest = kind.__module__ == "builtins" and not hasattr(builtins, kind.__name__)
     module = _PYTESTS if by_pytest else kind.__module__
     members: tuple[PackedException, ...] = ()
-    text = _text_of(error)
-    if _is_group(error) and not pickled:
+    text = text_of(error)
+    if is_group(error) and not pickled:
         text, members = error.message, tuple(map(pack_exception, error.exceptions))
     trace = "".join(traceback.format_exception(error))
     return PackedException(module, kind.__qualname__, text, pickled, trace, members)

@@ -73,6 +73,53 @@ class RecordedCall(NamedTuple):
         return self.members, self.board
 
 
+# -- what an exception says ------------------------------------------------------------------------
+
+
+def leaves(error: BaseException | None) -> list[BaseException]:
+    """Return `error`, or the exceptions in it if it is a group, as of tasks that run together."""
+    if errors.is_group(error):
+        return [leaf for member in error.exceptions for leaf in leaves(member)]
+    return [] if error is None else [error]
+
+
+def chain_of(error: BaseException) -> list[BaseException]:
+    """Return `error`, what it was raised from or while handling, and so on."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and all(link is not earlier for earlier in chain):
+        chain.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return chain
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether an error only reports that of another rank, or was raised over one that does.
+
+    A group is one if all in it are. What a test asserts while it handles such an error is the
+    test's own, and no consequence.
+    """
+    return not isinstance(error, AssertionError) and any(
+        isinstance(link, TORN)
+        or (errors.is_group(link) and all(map(is_consequence, link.exceptions)))
+        for link in chain_of(error)
+    )
+
+
+def _first_cause(errors: Sequence[BaseException]) -> BaseException:
+    """Return the first that is no consequence, or else the first."""
+    return next((error for error in errors if not is_consequence(error)), errors[0])
+
+
+def headline(error: BaseException) -> str:
+    """Return ``ValueError: bad value``, on one line."""
+    first = errors.text_of(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+# -- how ranks end ---------------------------------------------------------------------------------
+
+
 @dataclass
 class RankOutcome:
     """The calls that one rank has made so far, and its end."""
@@ -107,7 +154,7 @@ class RankOutcome:
     @property
     def failed_in_call(self) -> bool:
         """Whether the rank has raised an error of this library, or a group of such errors."""
-        raised = errors.leaves(self.error)
+        raised = leaves(self.error)
         return bool(raised) and all(isinstance(leaf, SyncError) for leaf in raised)
 
     @property
@@ -132,11 +179,11 @@ class RankOutcome:
             with world:
                 self.result = fn()
                 await_threads()
-                if error := threads.find_error():
-                    raise error
+                if threads.errors:
+                    raise threads.errors[0]
             self.end = "returned"
         except BaseException as error:
-            kinds = {type(leaf) for leaf in errors.leaves(error)}
+            kinds = {type(leaf) for leaf in leaves(error)}
             if errors.WorldAborted in kinds:
                 pass
             elif errors.Killed in kinds:
@@ -144,7 +191,7 @@ class RankOutcome:
             elif isinstance(error, SystemExit) and not error.code:
                 self.end = "returned"
             else:
-                self.fail(threads.find_error(error) or error)
+                self.fail(_first_cause([error, *threads.errors]))
 
     def fail(self, error: BaseException) -> None:
         """Record that the rank has raised `error`.
@@ -165,11 +212,11 @@ class RankOutcome:
                 break
             first = first.tb_next
         self.end, self.error = "raised", error.with_traceback(first)
-        self.consequence = errors.is_consequence(error)
+        self.consequence = is_consequence(error)
         # What it handled: a `finally` with a barrier, after an exception that others do not know.
-        chain = errors.chain_of(error) if isinstance(error, TORN) else []
+        chain = chain_of(error) if isinstance(error, TORN) else []
         handled = [link for link in chain if not isinstance(link, TORN)]
-        self.handled = errors.headline(handled[0]) if handled else ""
+        self.handled = headline(handled[0]) if handled else ""
 
 
 @dataclass
@@ -300,7 +347,7 @@ def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str
     __tracebackhide__ = True
     for outcome in failed:
         error = outcome.error
-        is_deadlock = any(_is_deadlock(leaf, run) for leaf in errors.leaves(error))
+        is_deadlock = any(_is_deadlock(leaf, run) for leaf in leaves(error))
         if error is not None and outcome.is_waiting and is_deadlock:
             error.__cause__ = None  # the lines of the deadlock say where it was, and more
             raise add_note(_deadlock(run), replay) from error
@@ -414,7 +461,7 @@ def _position(outcome: RankOutcome, run: WorldRun) -> str:
                 isinstance(fault, Raise) and _is_last(fault, outcome) for fault in outcome.struck
             ):
                 after = f"at its {last}"
-            return f"raised {errors.headline(outcome.error)} {after}"
+            return f"raised {headline(outcome.error)} {after}"
         case _:
             pass
     if outcome.is_waiting and not outcome.detail:

@@ -19,7 +19,7 @@ from typing import Any
 
 from syncprims.errors import SyncError
 
-from .errors import Killed, WorldAborted, is_consequence
+from .errors import Killed, WorldAborted
 
 
 class RankThreads:
@@ -27,25 +27,16 @@ class RankThreads:
 
     def __init__(self) -> None:
         self.started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        self._errors: list[SyncError] = []  # that have ended them
+        self.errors: list[SyncError] = []  #: that have ended them
 
     def run(self, fn: Callable[[], object]) -> None:
         """Run `fn` in a new thread of this rank."""
         try:
             fn()
         except SyncError as error:
-            self._errors.append(error)
+            self.errors.append(error)
         except (Killed, WorldAborted):
             pass  # the rank ends with that by itself
-
-    def find_error(self, error: BaseException | None = None) -> BaseException | None:
-        """Return the error of the rank, if its own thread raises `error`.
-
-        That is the first error of all its threads which is not a consequence of another rank's.
-        """
-        errors = [*([] if error is None else [error]), *self._errors]
-        causes = [one for one in errors if not is_consequence(one)]
-        return next(iter(causes or errors), None)
 
 
 #: Those of the rank that runs in this context.

@@ -173,7 +173,7 @@ class WorldReader:
         if len(here) < len(members):
             number = max(wait.number for wait in waits.values()) if waits else front
             report = self._report(name.removesuffix("-here"), len(here), number)
-            come = {r for host in report.get("here", ()) for r in _ranks(world.hosts[int(host)][1])}
+            come = {r for host in report.get("come", ()) for r in _ranks(world.hosts[int(host)][1])}
             for rank in members:
                 if rank not in statuses:
                     # This rank waits for the round: so all have come to the one before.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support import ROOT
-from support.sources import SOURCES, imports, is_in, parsed
+from support.sources import SOURCES, imports, is_in
 
 PAGES = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
 #: What each part of ``syncprims/`` may import beside itself: all parts before it.
@@ -103,7 +103,6 @@ def test_backends_know_the_contract_only() -> None:
 
 
 def test_nothing_imports_in_a_circle() -> None:
-
     graph = {
         module: {name for name in imports(module) if name in SOURCES and name != module}
         for module in SOURCES
@@ -139,16 +138,6 @@ def test_the_environment_is_read_in_one_place() -> None:
     # The command line passes its own environment on to the ranks that it starts.
     assert readers == {"syncprims._world.runtime", "syncprims.cli"}
     assert not [module for module in SOURCES if "getenv" in code(module)]
-
-
-def test_mutable_state_lives_in_one_module() -> None:
-    assert not [
-        module
-        for module in SOURCES
-        if any(isinstance(node, ast.Global) for node in ast.walk(parsed(module)))
-    ]
-    runtime = SOURCES["syncprims._world.runtime"].read_text()
-    assert "_state = _State(os.environ, " in runtime
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -134,6 +134,7 @@ def test_a_script_moves_over_by_its_import_line_and_gives_the_same_numbers(tmp_p
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-6)
 
 
+@pytest.mark.soak
 def test_barriers_and_rank_checks_are_replaced_and_the_weights_stay(tmp_path: Path) -> None:
     weights, printed = [], []
     for name in ("before", "after"):

@@ -141,7 +141,7 @@ WITHOUT_TORCH = """
 
     class Finder:
         def find_spec(self, name, *_):
-            if name == "torch.distributed":
+            if name == "torch":
                 raise ImportError("none")
 
     sys.meta_path.insert(0, Finder())

@@ -16,7 +16,7 @@ from syncprims.testing import run_world
 #: Of torch and of libraries, about themselves.
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{category}")
-    for category in ("DeprecationWarning", "FutureWarning", "UserWarning")
+    for category in ("DeprecationWarning", "FutureWarning", "RuntimeWarning", "UserWarning")
 ]
 
 RANKS = {"fsdp2": 4}

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from conftest import seeds
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncprims as sp
@@ -126,9 +127,7 @@ def run_with_losses(seed: int, last: int = 40) -> list[list[Step]]:
     return [steps for steps in results if steps is not None]
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(30), pytest.param(range(1_000, 3_000), marks=pytest.mark.soak)], ids=str
-)
+@seeds([range(10)], range(1_000, 3_000, 100))
 def test_a_training_with_losses_computes_as_a_fresh_one(seeds: range) -> None:
     """Each sample is taken once; those of an unfinished step again, by the ranks left."""
     for seed in seeds:

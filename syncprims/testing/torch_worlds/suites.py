@@ -28,8 +28,7 @@ import torch
 from syncprims._world.runtime import current
 from syncprims.c10d.torch_internals import ProfilerRefused, replaced
 from syncprims.errors import ConcurrentCall
-from syncprims.testing.errors import chain_of, leaves
-from syncprims.testing.outcomes import results_of
+from syncprims.testing.outcomes import chain_of, leaves, results_of
 from syncprims.testing.world_spec import Kind, WorldSpec, test_context
 from syncprims.testing.worlds import run_once
 

@@ -98,7 +98,8 @@ def run_agents(source: str, tmp_path: Path, place: Path, *options: str, **more: 
         return agents.await_success(agents.start(), agents.start())
 
 
-@pytest.mark.parametrize("own_store", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.soak
+@pytest.mark.parametrize("own_store", [False, True])
 def test_agents_that_restart_meet(own_store: bool, tmp_path: Path, meeting_place: Path) -> None:
     said = run_agents(
         """
