@@ -69,7 +69,7 @@ class SharedWorld:
         self.waiting: dict[ThreadBoard | _ReformWait, str] = {}
         #: of each slot: the state, how it ended, and the failure it left
         self.states: dict[int, tuple[State, str, bytes]] = {}
-        self.any_ended = False
+        self.ended: set[int] = set()  #: slots
         self.words: dict[int, bytes] = {}  #: that ranks have published
         self.calls: dict[int, bytes] = {}  #: of `reform`
         self.decisions: dict[str, str] = {}
@@ -82,7 +82,7 @@ class SharedWorld:
         """Show a rank to the others as dead from now on, whatever it still does."""
         self.scheduler.access(slot, _ENDS, "write")
         self.states[slot] = "lost", detail, b""
-        self.any_ended = True
+        self.ended.add(slot)
 
     def leave(self, slot: int, failure: bytes | None) -> None:
         """Show to the others how a rank has ended."""
@@ -90,7 +90,7 @@ class SharedWorld:
             if failure is not None:  # whoever waits for one that has finished waits in vain anyway
                 self.scheduler.access(slot, _ENDS, "write")
             self.states[slot] = "finished" if failure is None else "failed", "", failure or b""
-            self.any_ended = True
+            self.ended.add(slot)
 
 
 class _SharedBoard:
@@ -373,12 +373,11 @@ class ThreadBoard(Board):
         """Return whether it never will be complete."""
         if self.verdict() is not None:
             return True
-        if not self._world.any_ended:
-            return False
-        missing, slots = self.missing(), self._slots
-        return any(
-            ends_round(self._world.state(slots[member])[0], member in missing)
+        ended, slots = self._world.ended, self._slots
+        return bool(ended) and any(
+            ends_round(self._world.state(slots[member])[0], member in self.missing())
             for member in self.members
+            if slots[member] in ended
         )
 
     def _settled(self) -> bool:

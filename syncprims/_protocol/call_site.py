@@ -52,11 +52,10 @@ def _describe(frame: FrameType) -> str:
     """Return ``file:line`` of `frame`; the path is relative if the file is below this directory."""
     path = frame.f_code.co_filename
     try:
-        relative = os.path.relpath(path)
-    except (OSError, ValueError):  # the working directory is gone, or on another drive
-        relative = path
-    if relative.startswith(os.pardir):
-        relative = os.path.basename(path)  # noqa: PTH119
+        here = os.path.join(os.getcwd(), "")  # noqa: PTH109, PTH118
+    except OSError:  # the working directory is gone
+        here = ""
+    relative = path[len(here) :] if path.startswith(here) else os.path.basename(path)  # noqa: PTH119
     return f"{relative[-_LONGEST_PATH:]}:{frame.f_lineno}"
 
 

@@ -76,12 +76,12 @@ class Snapshot:
         rank: int,
         number: int,
         waited: float,
-        own: int,
+        library_rounds: int,
         first_call: str | None = None,
     ) -> None:
         self._rank = rank
         self._number = number
-        self._own = own
+        self._library_rounds = library_rounds
         self._seen = seen
         self._starts = first_call is not None
         #: that this rank waits in
@@ -142,7 +142,7 @@ class Snapshot:
             return None
         absent = dict.fromkeys(self.missing, "not here yet")
         calls = {rank: absent.get(rank) or str(up.get(rank) or "?") for rank in self._seen}
-        return mismatch_error(self._rank, self._number - self._own, calls)
+        return mismatch_error(self._rank, self._number - self._library_rounds, calls)
 
     def timeout(self) -> errors.SyncTimeout:
         """Return the error of a wait that has run out of time."""
@@ -189,7 +189,7 @@ class Snapshot:
                 rank, status.detail, joined, waiting=self._rank, call=self.call
             )
         if status.state == "finished":
-            count = status.rounds - self._own
+            count = status.rounds - self._library_rounds
             after = f"after round {count}" if count > 0 else "without a call"
             what = f"rank {rank} finished {after} while others wait in"
             cure = f"Rank {rank} made fewer calls than the others. {CURE_MISMATCH}"

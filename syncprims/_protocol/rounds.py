@@ -58,10 +58,10 @@ class Rounds:
         deadlocks: DeadlockDetector,
         background: Background,
         local_rank: int,
-        own: int = 0,
+        library_rounds: int = 0,
         observer: Any = None,
     ) -> None:
-        """Use `board`, where the first `own` rounds are the library's and not the user's.
+        """Use `board`, whose first `library_rounds` rounds are not the user's.
 
         `observer` sees all rounds, as :class:`syncprims.tracing.recorder.RoundRecorder` does.
         """
@@ -71,7 +71,7 @@ class Rounds:
         self.members = board.members
         self.index = board.members.index(rank)  #: of this rank among the members
         self.settings = settings
-        self._own = own
+        self._library_rounds = library_rounds
         # In a test of threads, it warns of what would be wrong in silence elsewhere.
         self._compares_sites = settings.strict or board.virtual_time
         scale = max(1.0, len(board.members) / _FEW_MEMBERS)
@@ -343,12 +343,12 @@ class Rounds:
         for note in notes:
             if note is not first and note.label is not first.label and note.label != first.label:
                 calls = {r: str(n.label) for r, n in zip(self.members, notes, strict=True)}
-                error = mismatch_error(self.rank, number - self._own, calls)
+                error = mismatch_error(self.rank, number - self._library_rounds, calls)
                 self._break_group(errors.dump(error))
-        if self._compares_sites and number > self._own:
+        if self._compares_sites and number > self._library_rounds:
             labels = {r: n.label for r, n in zip(self.members, notes, strict=True)}
             strict = self.settings.strict
-            refused = compare_sites(self.rank, number - self._own, labels, strict=strict)
+            refused = compare_sites(self.rank, number - self._library_rounds, labels, strict=strict)
             if refused is not None:
                 self._break_group(errors.dump(refused))
         if self._deadlocks.holds_verdict:
@@ -391,9 +391,11 @@ class Rounds:
                 now = board.now()
                 if now >= deadline:
                     board.inform()
-                first_call = self.settings.first_call if number <= self._own else None
+                first_call = self.settings.first_call if number <= self._library_rounds else None
                 statuses = {member: board.status(member) for member in self.members}
-                seen = Snapshot(statuses, self.rank, number, now - begin, self._own, first_call)
+                seen = Snapshot(
+                    statuses, self.rank, number, now - begin, self._library_rounds, first_call
+                )
                 error = self._explain(seen, now - begin, now >= deadline, at_board)
                 if error is None and obstacle is not None and (why := obstacle()):
                     cure = "Look at the network between them, then restart the run."

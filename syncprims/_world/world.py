@@ -218,7 +218,7 @@ class World:
     def _make_rounds(self, members: tuple[int, ...], name: str = "") -> Rounds:
         board = open_board(self._backend, members, name)
         # The first round of all ranks is the start, which no user has asked for.
-        own = int(len(members) == self.world_size and not name)
+        library_rounds = int(len(members) == self.world_size and not name)
         return Rounds(
             board,
             self.rank,
@@ -226,7 +226,7 @@ class World:
             self._deadlocks,
             self._background,
             self.local_rank,
-            own,
+            library_rounds,
             self._recorder and self._recorder.observe(board, self.rank),
         )
 

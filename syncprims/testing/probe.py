@@ -204,9 +204,9 @@ def _probed_board(cls: Any) -> type[Any]:
 
         def publish_wait(self, wait: WaitView) -> None:
             super().publish_wait(wait)
-            only_notes = wait.deadline == math.inf and not threads_that_may_call()
-            fact = (self.__last, only_notes) if wait.number else (None, False)
-            self.probe.journal("wait", fact)
+            waits = bool(wait.number)
+            only_notes = waits and wait.deadline == math.inf and not threads_that_may_call()
+            self.probe.journal("wait", (self.__last if waits else None, only_notes))
 
         def abort(self, verdict: bytes) -> None:
             self.probe.check_alive()
