@@ -251,7 +251,10 @@ class Engine(ABC):
 
     @abstractmethod
     def exchange(self, mine: memoryview, theirs: memoryview) -> None:
-        """All-to-all in equal parts: part i of `mine` goes to member i; its own fills `theirs`."""
+        """Exchange equal parts, all to all.
+
+        Part i of `mine` goes to member i, and part i of `theirs` comes from it.
+        """
 
     @abstractmethod
     def gather(self, mine: memoryview, all_: memoryview) -> None:

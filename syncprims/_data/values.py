@@ -88,12 +88,12 @@ class _PreparedCall:
         raise NotImplementedError
 
 
-def _meet(
-    kind: Any, rounds: Rounds, note: Note, value: Any, out: Any, timeout: float | None, *more: Any
+def _call(
+    cls: Any, rounds: Rounds, note: Note, value: Any, out: Any, timeout: float | None, *more: Any
 ) -> Any:
-    """Return the result of a call of this kind; if it cannot begin, the others get a `PeerFailed`.
+    """Return the result of a call of this class; if it cannot begin, the others get a `PeerFailed`.
 
-    A value that has a layout takes a prepared call. ``kind.first_of_any`` returns the first round
+    A value that has a layout takes a prepared call. ``cls.first_of_any`` returns the first round
     of any other value.
     """
     try:
@@ -102,15 +102,15 @@ def _meet(
         if found is not None:
             layout, packed, call = found
             if call is None:
-                call = plane.keep((id(note), id(layout)), kind(plane, layout, note, value, *more))
-            posted, read, write = call.first_round(packed, value, out, timeout)
+                call = plane.keep((id(note), id(layout)), cls(plane, layout, note, value, *more))
+            first_note, read, write = call.first_round(packed, value, out, timeout)
         else:
             sequence = RoundSequence(rounds, note, timeout)
-            posted, read, write = kind.first_of_any(sequence, value, out, *more)
+            first_note, read, write = cls.first_of_any(sequence, value, out, *more)
     except BaseException as error:
         rounds.fail(note.label, error)
         raise
-    return rounds.meet(posted, timeout, read, write)
+    return rounds.meet(first_note, timeout, read, write)
 
 
 # -- any object, encoded ---------------------------------------------------------------------------
@@ -235,8 +235,8 @@ class _Gather(_PreparedCall):
             _check_encodable(rounds, note.label, obj)
             return note, lambda _: _fill(outs, [obj]), None
         payload = _encode(rounds, note.label, obj)
-        posted = note._replace(payload=_shorten(rounds, payload))
-        return posted, partial(_gather_any, sequence, obj, payload, outs), None
+        first_note = note._replace(payload=_shorten(rounds, payload))
+        return first_note, partial(_gather_any, sequence, obj, payload, outs), None
 
     def _read(
         self, timeout: float | None, value: Any, out: Any, notes: Sequence[Note]
@@ -263,14 +263,14 @@ def gather(
     With `outs`, all members have such an array as `obj`: fill ``outs[i]``, contiguous, with that of
     member number i, where it is not None.
     """
-    values: list[Any] = _meet(_Gather, rounds, note, obj, outs, timeout)
+    values: list[Any] = _call(_Gather, rounds, note, obj, outs, timeout)
     return values
 
 
 def gather_within(sequence: RoundSequence, obj: Any) -> list[Any]:
     """Return every member's object as :func:`gather`, as a part of another call."""
-    posted, read, _ = sequence.attempt(lambda: _Gather.first_of_any(sequence, obj, None))
-    values: list[Any] = read(sequence.meet(posted))
+    first_note, read, _ = sequence.attempt(lambda: _Gather.first_of_any(sequence, obj, None))
+    values: list[Any] = read(sequence.meet(first_note))
     return values
 
 
@@ -387,7 +387,7 @@ def broadcast(
     """Return `src`'s object on every member, an array in `out` where that fits."""
     if src != rounds.rank:
         return _receive(rounds, note, src, out, timeout)
-    return _meet(_Broadcast, rounds, note, obj, out, timeout)
+    return _call(_Broadcast, rounds, note, obj, out, timeout)
 
 
 def _send(
@@ -475,8 +475,8 @@ class _Reduction(_PreparedCall):
         payload, arrays = _pack(rounds, note.label, value)
         # The mark says that a round follows, in which all learn if one member cannot go on.
         mark = Mark.MORE if arrays or holds_pickle(payload) else Mark.NONE
-        posted = Note(note.label, mark, payload)
-        return posted, partial(_reduce_any, sequence, arrays, op, out), None
+        first_note = Note(note.label, mark, payload)
+        return first_note, partial(_reduce_any, sequence, arrays, op, out), None
 
     def _read(self, timeout: float | None, value: Any, out: Any, notes: Sequence[Note]) -> Any:
         is_in_all = self._is_in_all(notes)
@@ -509,7 +509,7 @@ def all_reduce(
     except BaseException as error:
         rounds.fail(note.label, error)
         raise
-    return _meet(_Reduction, rounds, note, value, out, timeout, op)
+    return _call(_Reduction, rounds, note, value, out, timeout, op)
 
 
 def _reduce_any(

@@ -193,7 +193,7 @@ class Save:
         self.number = ranks.index(get_rank())
 
     def name_files(self, files: list[FilePlan], more: list[Any]) -> None:
-        """Set the head, and the files for these of the groups and for what the ranks have more."""
+        """Set :attr:`files`, from those of the groups and `more`; this may change the head."""
         raise NotImplementedError
 
     def write_file(self, path: str, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -254,7 +254,7 @@ class Save:
     # -- the files --------------------------------------------------------------------------------
 
     @property
-    def waiting(self) -> str:
+    def temporary_head(self) -> str:
         """The name of the head until the commit."""
         new = self.place.is_new
         return self.head if new else temporary(self.head, self.place.token)
@@ -324,7 +324,7 @@ class Save:
     def commit(self, written: Sequence[Digests]) -> None:
         """Make the new files the current ones. Only the leading rank calls this."""
         path, folder, _, _ = self.place
-        waiting = f"{folder}/{self.waiting}"
+        waiting = f"{folder}/{self.temporary_head}"
         digests = {name: found for some in written for name, found in some.items()}
 
         def prepare() -> str | None:
@@ -365,11 +365,11 @@ def planned(
     path: str,
     make: Callable[[list[int]], Save],
     difference: str,
-    lock: contextlib.ExitStack,
+    until_unlocked: contextlib.ExitStack,
 ) -> Generator[Save]:
     """Yield the save that all ranks have planned together.
 
-    No other program saves to the directory until `lock` is closed.
+    No other program saves to the directory until `until_unlocked` is closed.
 
     :raises CheckpointError: on all ranks, if one of them cannot plan it, or has other objects.
     """
@@ -379,7 +379,7 @@ def planned(
     places: list[Place] = []  # on the leading rank
 
     def prepare() -> list[Any]:
-        places.extend([Place.prepare(doing, path, lock)] if save.leads else [])
+        places.extend([Place.prepare(doing, path, until_unlocked)] if save.leads else [])
         return list(places[0]) if places else []
 
     with cleanup_on_error(doing, lambda: [place.remove() for place in places]):
