@@ -223,7 +223,8 @@ def _read_rounds(
 
 def _outcomes_of(entries: NDArray[Any]) -> Any:
     """Return the numbers of the texts of outcomes."""
-    return (entries["tag"] & 0xFFFFFFFF) >> OUTCOME
+    # Before numpy 2, the tag of a single entry takes no int.
+    return (entries["tag"] & np.uint64(0xFFFFFFFF)) >> np.uint64(OUTCOME)
 
 
 def _unique_rounds(rounds: NDArray[Any]) -> NDArray[Any]:

@@ -22,7 +22,7 @@ def map_tensors(
         return function(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(function, part, is_leaf) for part in tree))
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, (list, tuple)):  # the compiler of torch 2.6 knows no `|` of types
         return type(tree)(map_tensors(function, part, is_leaf) for part in tree)
     if isinstance(tree, Mapping):
         mapped = {key: map_tensors(function, part, is_leaf) for key, part in tree.items()}
@@ -40,7 +40,7 @@ def map_tensors(
 def named_leaves(tree: Any, name: str = "tensor") -> Iterator[tuple[str, Any]]:
     """Yield the leaves that :func:`map_tensors` sees, each with its path, as ``tensor['x'][0]``."""
     parts: list[tuple[str, Any]] = []
-    if isinstance(tree, list | tuple | Mapping):
+    if isinstance(tree, (list, tuple, Mapping)):
         items: Any = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
         parts = [(f"{name}[{key!r}]", part) for key, part in items]
     elif is_dataclass(tree) and not isinstance(tree, type):

@@ -286,14 +286,14 @@ def test_modes_of_the_dispatcher_see_every_call(world: Ranks) -> None:
                 dist.reduce_scatter(one, [*room.view(2, 2)])
                 dist.group.WORLD.monitored_barrier()
                 dist.barrier()
-            with FakeTensorMode():
-                dist.all_reduce(torch.ones(3))
+            if torch.__version__ >= "2.8":  # torch 2.6 computes no such call
+                with FakeTensorMode():
+                    dist.all_reduce(torch.ones(3))
             two = subclasses.TwoTensor(torch.ones(2), torch.full((2,), 2.0))
             dist.all_reduce(two)
-            assert (two.a.tolist(), two.b.tolist()) == ([2.0, 2.0], [4.0, 4.0])
             pending = functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
             dist.all_reduce(pending)
-            assert pending.item() == 4
+            assert (two.a.tolist(), two.b.tolist(), pending.item()) == ([2, 2], [4, 4], 4)
             dist.barrier()
             return {str(op): count for op, count in mode.get_comm_counts().items()}, one.tolist()
 
