@@ -348,7 +348,8 @@ def _keep_gloo() -> bool:
     # Torch has no public name for either, and the program may have made groups of its own.
     groups = dist.distributed_c10d._world.pg_map
     backends = [group._get_backend(device) for group in groups for device in group._device_types]
-    gloo = [backend for backend in backends if backend._get_backend_name() == "gloo"]
+    wrapped = [getattr(backend, "wrapped_pg", backend) for backend in backends]  # to debug torch
+    gloo = [one for one in wrapped if isinstance(one, dist.ProcessGroupGloo)]
     for backend in gloo:
         _never_destroy(backend)
     return len(gloo) == len(backends)

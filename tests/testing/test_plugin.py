@@ -548,11 +548,11 @@ def test_what_ranks_patch_is_undone(project: Project) -> None:
     assert result.counts(passed=5), result.out
 
 
+@pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="older pytests have no subtests")
 def test_what_would_be_lost_in_processes_is_refused(project: Project) -> None:
     project.write("""
         import pytest
         import syncprims as sp
-
         @pytest.mark.world(ranks=2, kind=["threads", "processes"])
         def test_parts(subtests):
             with subtests.test("part"):
