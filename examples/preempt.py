@@ -5,7 +5,7 @@ step and leave. When the script is started again, it continues exactly from ther
 
     syncprims run -n 2 examples/preempt.py --directory run
 
-Here rank 1 fails at step 17. All ranks are ended, and started again as the next generation
+Here the last rank fails at step 17. All ranks are ended, and started again as the next generation
 (``SYNCPRIMS_RESTART``). They load the newest checkpoint:
 
     syncprims run -n 2 --max-restarts 3 examples/preempt.py --save-every 10 --fail-at 17
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from syncprims import Trigger, all_reduce, get_rank, is_main, print_main
+from syncprims import Trigger, all_reduce, get_rank, is_last, is_main, print_main
 from syncprims.training import Checkpoints
 
 
@@ -68,7 +68,7 @@ def train(directory: str, steps: int, save_every: int, fail_at: int | None) -> f
             checkpoints.save(progress.done, everything)
             print_main(f"saved step {progress.done}: {stop.reason} on ranks {stop.ranks}")
             return float("nan")
-        if generation == 0 and progress.done == fail_at and get_rank() == 1:
+        if generation == 0 and progress.done == fail_at and is_last():
             raise RuntimeError(f"a failure in step {fail_at}")
         if progress.done % save_every == 0:
             checkpoints.save(progress.done, everything)
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--directory", default="run")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--save-every", type=int, default=200)
-    parser.add_argument("--fail-at", type=int, help="rank 1 fails in this step, once")
+    parser.add_argument("--fail-at", type=int, help="the last rank fails in this step, once")
     options = parser.parse_args()
     result = train(options.directory, options.steps, options.save_every, options.fail_at)
     print_main(f"the weights add up to {result!r}")

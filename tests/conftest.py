@@ -30,6 +30,9 @@ HERE = Path(__file__).parent
 STARTUP = str(HERE / "support" / "startup")
 if STARTUP not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
     os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, paths)])
+# At each connection torch asks the name server for the peer's name, at times for 5 s. It warns if
+# nobody answers.
+os.environ |= {"RES_OPTIONS": "attempts:0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 # `nohup`, and a shell without job control, start processes that ignore these, and so would ranks.
 for _number, _action in (
@@ -133,7 +136,7 @@ def alone(meeting_place: Path) -> Callable[[Callable[[], Any]], Any]:
 
 
 #: What these show, the others nearly always show as well.
-RARE = ("file-1", "mine-1", "threads-1", "mine-4")
+RARE = ("file-1", "mine-1", "threads-1", "mine-4", "torch-2")
 
 
 def parameters(kinds: list[Kind]) -> list[Any]:

@@ -54,7 +54,9 @@ def run(*command: str | Path) -> list[str]:
 
 
 @needs_entry_point
-@pytest.mark.parametrize(("flags", "backend"), [([], "syncprims"), (["--serve-torch"], "gloo")])
+@pytest.mark.parametrize(("flags", "backend"), [
+    pytest.param([], "syncprims", marks=pytest.mark.soak), (["--serve-torch"], "gloo"),
+])  # fmt: skip
 def test_under_syncprims_run(flags: list[str], backend: str, program: Path) -> None:
     lines = run("-m", "syncprims", "run", "-n", "2", *flags, program, backend)
     assert sorted(lines) == [f"[rank {r}] SyncProcessGroup {backend}" for r in range(2)]

@@ -55,14 +55,17 @@ def test_digits_learn_the_same_on_one_and_four_ranks(tmp_path: Path) -> None:
         np.testing.assert_allclose(four[name], one[name], rtol=1e-9, atol=1e-12)
 
 
-def preempt(folder: Path, steps: int, *options: object) -> list[str]:
+def preempt(ranks: int, folder: Path, steps: int, *options: object) -> list[str]:
     """Return the command of a training in `folder` that fails and starts again as told."""
-    line = ["-n", 2, "--max-restarts", 1, EXAMPLES / "preempt.py", *options]
+    line = ["-n", ranks, "--max-restarts", 1, EXAMPLES / "preempt.py", *options]
     line += ["--directory", folder, "--steps", steps, "--save-every", 10]
     return [*RUN[:-1], *map(str, line)]
 
 
-def test_a_training_that_is_preempted_and_then_fails_goes_on_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_training_that_is_preempted_and_then_fails_goes_on_bit_for_bit(
+    ranks: int, tmp_path: Path
+) -> None:
     clean = {**clean_environ(), "OMP_NUM_THREADS": "1"}
 
     def finish(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -72,7 +75,7 @@ def test_a_training_that_is_preempted_and_then_fails_goes_on_bit_for_bit(tmp_pat
 
     folder = tmp_path / "run"
     process = subprocess.Popen(
-        [sys.executable, *preempt(folder, 10**9)], env=clean, stdout=subprocess.PIPE,
+        [sys.executable, *preempt(ranks, folder, 10**9)], env=clean, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     with process:
@@ -87,14 +90,14 @@ def test_a_training_that_is_preempted_and_then_fails_goes_on_bit_for_bit(tmp_pat
     assert (folder / f"step-{saved}").exists()
 
     fails, end = int(saved) + 17, int(saved) + 40
-    more = finish(preempt(folder, end, "--fail-at", fails))
+    more = finish(preempt(ranks, folder, end, "--fail-at", fails))
     assert f"generation 0 continues after step {saved}" in more.stdout
     cause = f"RuntimeError: a failure in step {fails}"
-    assert f"rank 1 failed first (exit code 1): {cause}" in more.stderr
+    assert f"rank {ranks - 1} failed first (exit code 1): {cause}" in more.stderr
     assert "syncprims run: restart 1 of 1" in more.stderr
     assert f"generation 1 continues after step {(fails - 1) // 10 * 10}" in more.stdout
 
-    whole = finish(preempt(tmp_path / "whole", end))
+    whole = finish(preempt(ranks, tmp_path / "whole", end))
     sums = [re.findall(r"add up to (\S+)", done.stdout) for done in (more, whole)]
     assert sums[0] == sums[1]
     assert len(sums[0]) == 1

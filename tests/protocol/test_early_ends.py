@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from support.rank_worlds import Scripts, environment
 from syncprims._world.launchers import make_rank_variables
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+soak = partial(pytest.param, marks=pytest.mark.soak)
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_the_error_has_its_facts(launches: Launches) -> None:
     assert done.code == 0, done.err
 
 
-@pytest.mark.parametrize("backend", ["file", "torch"])
+@pytest.mark.parametrize("backend", ["file", soak("torch")])
 def test_a_late_rank_is_told_the_cause(launches: Launches, backend: str, tmp_path: Path) -> None:
     """Rank 1 has joined and was told; rank 0 joins after that."""
     # The launcher waits some seconds for rank 0 to report: its first call must not import torch.
@@ -99,7 +101,7 @@ while not os.path.exists({sign!r}): time.sleep(0.01)
 """
 
 
-@pytest.mark.parametrize("backend", ["file", "torch"])
+@pytest.mark.parametrize("backend", ["file", soak("torch")])
 def test_who_joined_has_made_a_call(launches: Launches, backend: str, tmp_path: Path) -> None:
     source = GIVES_UP.format(sign=str(tmp_path / "given up")) + "barrier('saved')\n"
     done = launches.run(source, "--backend", backend, n=2)
@@ -201,7 +203,7 @@ def torchrun(launches: Launches, backend: str, meeting_place: Path) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("backend", ["file", "torch"])
+@pytest.mark.parametrize("backend", [soak("file"), "torch"])
 def test_ranks_of_torchrun_record_it(launches: Launches, meeting_place: Path, backend: str) -> None:
     launches.write("if is_main(): barrier('saved')\n")
     said = torchrun(launches, backend, meeting_place)
@@ -209,6 +211,7 @@ def test_ranks_of_torchrun_record_it(launches: Launches, meeting_place: Path, ba
     assert "rank 1 ended" in said
 
 
+@pytest.mark.soak
 def test_who_joined_at_a_store(launches: Launches, meeting_place: Path, tmp_path: Path) -> None:
     launches.write(GIVES_UP.format(sign=str(tmp_path / "given up")) + "barrier('saved')\n")
     said = torchrun(launches, "torch", meeting_place)

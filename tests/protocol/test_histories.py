@@ -11,7 +11,7 @@ from support.rank_worlds import Kind, Ranks, served_store
 import syncprims as sp
 
 
-@seeds([range(first, first + 25) for first in range(0, 75, 25)], range(1_000, 11_000, 250))
+@seeds([range(first, first + 25) for first in range(0, 50, 25)], range(1_000, 11_000, 250))
 def test_random_programs_keep_promises(seeds: range, meeting_place: Path, tmp_path: Path) -> None:
     random_programs.check(seeds, meeting_place, tmp_path)
     Ranks(Kind("file", 2), meeting_place).run(lambda: sp.barrier())

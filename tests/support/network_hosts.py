@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,15 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import syncprims
 from support.rank_environment import PATIENCE, clean_environ
+from support.rank_worlds import fork
+
+# Python 3.11 has no such call.
+from syncprims._system.processes import load_libc
+
+# Only the launcher sets these variables.
+from syncprims._world.launchers import make_rank_variables
 
 PORT = "29400"  # networks are private, so runs do not collide
 _TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
@@ -63,11 +72,14 @@ class Host:
         self.agent: subprocess.Popen[bytes] | None = None
         self.killed = False
         self.pid = 0  # of its first process, in the namespace of the machine
+        self._ranks: list[int] = []  # processes of the machine, each the parent of a rank
+        self._variables: dict[str, str] = {}
 
     def start(self, command: list[str], variables: Mapping[str, str]) -> None:
         """Create the namespaces; the command waits for :meth:`go`."""
         clean = clean_environ("MASTER_PORT", "XDG_RUNTIME_DIR")
         clean |= {"TMPDIR": str(self.private), "OMP_NUM_THREADS": "1", **variables}
+        self._variables = clean
         flags = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         name = f"host{self.number}"
         self.agent = subprocess.Popen(
@@ -93,23 +105,53 @@ class Host:
         self.agent.stdin.write(b"go\n")
         self.agent.stdin.close()
 
+    def add_rank(self, script: Path, variables: Mapping[str, str]) -> None:
+        """Run a script in a process of this host that is forked from here, with torch imported."""
+
+        def run() -> None:
+            for fd in (1, 2):
+                os.dup2(self._log.fileno(), fd)
+            os.chdir(self.folder)
+            sys.argv = [str(script)]
+            runpy.run_path(str(script), run_name="__main__")
+            syncprims.shutdown()  # as at the exit of Python, which `fork` skips
+
+        def enter() -> None:
+            names = ("net", "uts", "pid", "mnt")
+            opened = [os.open(f"/proc/{self.pid}/ns/{name}", os.O_RDONLY) for name in names]
+            assert not any(load_libc().setns(namespace, 0) for namespace in opened)
+            _, status = os.waitpid(fork(run, {**self._variables, **variables}), 0)
+            assert status == 0
+
+        self._ranks.append(fork(enter, os.environ))
+
+    def is_over(self) -> bool:
+        """Return whether no rank of this host can report any more."""
+        if not self._ranks:
+            return self.agent is not None and self.agent.poll() not in (None, 0)
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return all(os.waitid(os.P_PID, pid, flags) for pid in self._ranks)
+
     def kill(self) -> None:
         """Kill every process of the host at once, by killing its first one."""
         self.killed = True
         os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, deadline: float) -> Ended:
-        """Wait for the end of the agent, and return it."""
+        """Wait for the end of the agent, or of the ranks, and return it."""
         assert self.agent is not None
+        while self._ranks and not self.is_over() and time.monotonic() < deadline:
+            time.sleep(0.005)
         try:
-            code = self.agent.wait(max(0.1, deadline - time.monotonic()))
+            left = max(0.1, deadline - time.monotonic())
+            code = self.end() if self._ranks else self.agent.wait(left)
         except subprocess.TimeoutExpired:
             self.end()
             code = -999
         return Ended(code, (self.folder / "log").read_text(errors="replace"))
 
-    def end(self) -> None:
-        """Kill all processes that still run."""
+    def end(self) -> int:
+        """Kill all processes that still run; return the highest exit code of a rank."""
         if self.agent is not None and self.agent.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -119,10 +161,13 @@ class Host:
             with contextlib.suppress(BrokenPipeError):
                 self.agent.stdin.close()
         self._log.close()
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self._ranks]
+        self._ranks.clear()
+        return max(codes, default=0)
 
 
 class Network:
-    """Several hosts on one bridge, with a torchrun agent on each."""
+    """Several hosts on one bridge, with ranks on each."""
 
     def __init__(self, hosts: int, ranks_per_host: int, folder: Path) -> None:
         self.hosts = [Host(number, folder) for number in range(hosts)]
@@ -130,14 +175,25 @@ class Network:
         self._ranks = ranks_per_host
         self._switch = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
 
-    def run(self, source: str, **variables: str) -> None:
-        """Start `source` on all ranks of all hosts. `rank`, `report` and all names are there."""
+    def run(self, source: str, *, agents: bool = False, **variables: str) -> None:
+        """Start `source` on all ranks of all hosts. `rank`, `report` and all names are there.
+
+        With `agents`, the agents of torchrun start them; else they are forked, which is far faster.
+        """
         script = self.folder / "script.py"
         script.write_text(_HEAD.format(folder=str(self.folder)) + textwrap.dedent(source))
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.hosts)}"]
-        command += [f"--nproc-per-node={self._ranks}", f"--master-port={PORT}"]
-        command += [f"--master-addr={self.hosts[0].address}", "--node-rank={host}", str(script)]
-        self.start(command, **variables)
+        if agents:
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.hosts)}"]
+            command += [f"--nproc-per-node={self._ranks}", f"--master-port={PORT}"]
+            command += [f"--master-addr={self.hosts[0].address}", "--node-rank={host}", str(script)]
+            self.start(command, **variables)
+            return
+        self.start(["sleep", "infinity"], **variables)
+        store = {"MASTER_ADDR": self.hosts[0].address, "MASTER_PORT": PORT}
+        for rank in range(self._ranks * len(self.hosts)):
+            own = make_rank_variables(rank, self._ranks * len(self.hosts), len(self.hosts))
+            own |= {"SYNCPRIMS_BACKEND": "torch", "SYNCPRIMS_RUN_ID": "test"}
+            self.hosts[rank // self._ranks].add_rank(script, own | store)
 
     def start(self, command: list[str], **variables: str) -> None:
         """Start a command on all hosts, with each host's number in place of ``{host}``."""
@@ -180,13 +236,14 @@ class Network:
     def await_reports(self, *names: str) -> None:
         """Return when ranks have reported all these names."""
         deadline = time.monotonic() + PATIENCE
+        over = False
         while not all((self.folder / name).exists() for name in names):
             for host in self.hosts:
                 log = (host.folder / "log").read_text(errors="replace")
-                assert host.agent is not None
-                assert host.killed or host.agent.poll() in (None, 0), log
+                assert not over, log
                 assert time.monotonic() < deadline, log
             time.sleep(0.005)
+            over = all(host.is_over() for host in self.hosts)
 
     def report_of(self, rank: int) -> str:
         """Return the last report of a rank."""

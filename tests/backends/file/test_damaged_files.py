@@ -270,6 +270,6 @@ def flips(directory: Path, seeds: range, *, always: bool) -> set[str]:
 
 
 def test_flipped_bits_give_right_results_or_clear_errors(meeting_place: Path) -> None:
-    seen: set[Any] = flips(meeting_place, range(12), always=False)
-    seen |= flips(meeting_place, range(50, 56), always=True)
+    seen: set[Any] = flips(meeting_place, range(6), always=False)
+    seen |= flips(meeting_place, range(50, 53), always=True)
     assert "went on" in seen

@@ -40,7 +40,7 @@ def _hydra() -> str | None:
 
 
 @pytest.mark.skipif(_hydra() is None, reason="needs hydra: pip install mpich")
-@pytest.mark.parametrize("backend", ["file", "torch"])
+@pytest.mark.parametrize("backend", ["file", pytest.param("torch", marks=pytest.mark.soak)])
 def test_hydra(backend: str, tmp_path: Path, meeting_place: Path) -> None:
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     # The store alone is enough: hydra gives the run no name.
@@ -61,6 +61,7 @@ exec sh -c "$*"
 """
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(_hydra() is None, reason="needs hydra: pip install mpich")
 def test_hydra_with_nodes_of_different_sizes(tmp_path: Path, meeting_place: Path) -> None:
     shell = tmp_path / "shell"

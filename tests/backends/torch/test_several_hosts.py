@@ -55,7 +55,7 @@ report("end", json.dumps(seen))
 def test_the_contract_holds_across_hosts(hosts: int, tmp_path: Path) -> None:
     ranks = range(2 * hosts)
     with network(hosts, 2, tmp_path) as net:
-        net.run(_TOUR)
+        net.run(_TOUR, agents=True)
         ended = net.wait()
         assert [end.code for end in ended] == [0] * hosts, ended
         for rank in ranks:

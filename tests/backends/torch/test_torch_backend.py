@@ -7,80 +7,68 @@ import os
 import re
 import signal
 import sys
-import textwrap
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.rank_environment import free_port, record_warnings, run_ranks
+from support.process_groups import dist
+from support.rank_environment import environ_of_ranks, free_port, record_warnings, run_ranks
 from support.rank_worlds import Died, Kind, Ranks, Signs, fork, served_store
 
 import syncprims as sp
 
-HEAD = """
+soak = partial(pytest.param, marks=pytest.mark.soak)
+
+TOUR = """
 import json, sys, threading
 from pathlib import Path
 import torch
 import torch.distributed as dist
 import syncprims as sp
 
-def tell(*said):
-    (Path(sys.argv[1]) / f"end-{sp.get_rank()}").write_text(json.dumps(said))
+sp.barrier()
+total = sp.all_reduce(torch.arange(10_000.0) + sp.get_rank())
+with sp.main_first():
+    pass
+seen = [
+    sp.current().backend_name, sp.all_gather(sp.get_local_rank()), total[:2].tolist(),
+    sp.any_rank(sp.is_last()), dist.is_initialized(),
+    # One host is done with the store once all have come.
+    type(sp.current().group._rounds.board).__name__, [t.name for t in threading.enumerate()],
+]
+(Path(sys.argv[1]) / f"end-{sp.get_rank()}").write_text(json.dumps(seen))
 """
 
 
-def launched(
-    command: list[str], source: str, ranks: int, tmp_path: Path, place: Path, **more: str
-) -> list[Any]:
-    """Return what each rank tells of `source`, started by a launcher."""
-    script = tmp_path / "script.py"
-    script.write_text(HEAD + textwrap.dedent(source))
-    run_ranks(place, [sys.executable, *command, script, tmp_path], more)
-    return [json.loads((tmp_path / f"end-{rank}").read_text()) for rank in range(ranks)]
-
-
-def torchrun(ranks: int) -> list[str]:
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-
-
-TOUR = """
-    sp.barrier()
-    total = sp.all_reduce(torch.arange(10_000.0) + sp.get_rank())
-    with sp.main_first():
-        pass
-    tell(
-        sp.current().backend_name,
-        sp.all_gather(sp.get_local_rank()),
-        total[:2].tolist(),
-        sp.any_rank(sp.is_last()),
-        dist.is_initialized(),
-        # One host is done with the store once all have come.
-        type(sp.current().group._rounds.board).__name__,
-        [t.name for t in threading.enumerate()],
-    )
-"""
+def tour(command: list[str], ranks: int, folder: Path, place: Path) -> list[Any]:
+    """Return what each rank has seen that a launcher starts."""
+    script = folder / "script.py"
+    script.write_text(TOUR)
+    run_ranks(place, [sys.executable, "-m", *command, script, folder], {})
+    return [json.loads((folder / f"end-{rank}").read_text()) for rank in range(ranks)]
 
 
 ON_ONE_HOST = ["SharedMemoryBoard", ["MainThread"]]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("ranks", [2, soak(4)])
 def test_torchrun_is_found_by_itself(ranks: int, tmp_path: Path, meeting_place: Path) -> None:
-    said = launched(torchrun(ranks), TOUR, ranks, tmp_path, meeting_place)
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     first = sum(range(ranks))
-    found = "torch", list(range(ranks)), [first, first + ranks], True, False, *ON_ONE_HOST
-    assert said == [[*found]] * ranks
+    found = ["torch", list(range(ranks)), [first, first + ranks], True, False, *ON_ONE_HOST]
+    assert tour(torchrun, ranks, tmp_path, meeting_place) == [found] * ranks
     assert not list(meeting_place.iterdir())
 
 
 def test_our_launcher_needs_no_store(tmp_path: Path, meeting_place: Path) -> None:
-    command = ["-m", "syncprims", "run", "-n", "2", "--backend", "gloo"]
-    said = launched(command, TOUR, 2, tmp_path, meeting_place)
+    command = ["syncprims", "run", "-n", "2", "--backend", "gloo"]
+    said = tour(command, 2, tmp_path, meeting_place)
     assert said == [["gloo", [0, 1], [1, 3], True, False, *ON_ONE_HOST]] * 2
 
 
@@ -91,32 +79,26 @@ def test_our_variables_set_by_hand_take_a_store_for_a_name(meeting_place: Path) 
     assert gathered == [[0, 1]] * 2
 
 
-def test_the_programs_own_group_before_and_after(tmp_path: Path, meeting_place: Path) -> None:
-    said = launched(
-        torchrun(2),
-        """
-        seen = []
+def test_the_programs_own_group_before_and_after(meeting_place: Path) -> None:
+    def program() -> list[Any]:
+        os.environ.update(RANK=os.environ["SYNCPRIMS_RANK"], WORLD_SIZE="2")
         sp.barrier()
         dist.init_process_group("gloo")  # after: a world that runs already minds nothing
         total = torch.ones(1)
         dist.all_reduce(total)
-        seen.append(total.item())
+        seen: list[Any] = [total.item()]
         sp.barrier()
         sp.shutdown()
         dist.all_reduce(total)  # and closes nothing that it has not opened
-        seen.append(total.item())
         with sp.init():  # before
-            seen.append(sp.all_gather(sp.get_rank()))
+            seen += [total.item(), sp.all_gather(sp.get_rank())]
         dist.destroy_process_group()
         with sp.init():
-            seen.append(sp.broadcast("whole"))
-        tell(seen)
-        """,
-        2,
-        tmp_path,
-        meeting_place,
-    )
-    assert said == [[[2.0, 4.0, [0, 1], "whole"]]] * 2
+            return [*seen, sp.broadcast("whole")]
+
+    with served_store() as store:
+        said = Ranks(Kind("torch", 2), meeting_place).run_alone(program, **store.variables)
+    assert said == [[2.0, 4.0, [0, 1], "whole"]] * 2
 
 
 def test_a_group_that_is_not_the_launchers_world_is_refused(meeting_place: Path) -> None:
@@ -350,7 +332,7 @@ def test_a_store_does_not_grow(meeting_place: Path) -> None:
         assert abs(late - early) <= 12, "the keys of a few rounds, which are about to go"
 
 
-@pytest.mark.parametrize("heartbeats", [6, pytest.param(120, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("heartbeats", [6, soak(120)])
 def test_a_long_body_in_main_first_times_nothing_out(heartbeats: int, meeting_place: Path) -> None:
     limit = 0.3
 
@@ -438,26 +420,6 @@ def test_who_dies_in_a_transfer_is_named(ranks: int, seconds: float, meeting_pla
     assert outcomes[:-1] == [(ranks - 1, True)] * (ranks - 1)
 
 
-_STARTER = """
-import json, os, sys, textwrap
-from pathlib import Path
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-def rank(number, folder, init, variables):
-    os.environ.update({name: value.format(number) for name, value in variables.items()})
-    dist.init_process_group("gloo", init_method=init, rank=number, world_size=2)
-    import syncprims as sp
-    sp.barrier()
-    place = sp.current().topology
-    told = [sp.all_gather(sp.get_rank()), *place[:6], place.launcher]
-    Path(folder, f"end-{number}").write_text(json.dumps(told))
-    dist.barrier()
-
-if __name__ == "__main__":
-    args = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-    mp.start_processes(rank, args, nprocs=2, start_method="fork")  # torch is imported once
-"""
 _ONE_TASK = {
     "SLURM_JOB_ID": "4242", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
     "SLURM_NODEID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1",
@@ -467,8 +429,8 @@ _ONE_TASK = {
 
 @pytest.mark.parametrize(("outer", "inner", "store", "launcher"), [
     ({}, {}, "tcp", "torch.distributed"),
-    (_ONE_TASK, {}, "tcp", "torch.distributed"),
-    ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "pod-0"}, {}, "tcp", "torch.distributed"),
+    soak(_ONE_TASK, {}, "tcp", "torch.distributed"),
+    soak({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "pod-0"}, {}, "tcp", "torch.distributed"),
     ({}, {"WORLD_SIZE": "2", "LOCAL_RANK": "{}", "NODE_RANK": "0"}, "tcp", "torch.distributed"),
     (_ONE_TASK, {"RANK": "{}", "WORLD_SIZE": "2", "LOCAL_RANK": "{}"}, "file", "torchrun"),
 ], ids=["no launcher", "SLURM", "a pod", "half a set, as Lightning's", "a FileStore"])  # fmt: skip
@@ -480,51 +442,58 @@ def test_an_initialized_group_says_who_one_is(
     tmp_path: Path,
     meeting_place: Path,
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(_STARTER)
-    init = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{tmp_path}/group"
-    command = sys.executable, script, tmp_path, init, json.dumps(inner)
-    run_ranks(meeting_place, command, {"SYNCPRIMS_JOIN_TIMEOUT": "30", **outer})
-    said = [json.loads((tmp_path / f"end-{rank}").read_text()) for rank in range(2)]
+    url = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{tmp_path}/group"
+    more = {"SYNCPRIMS_JOIN_TIMEOUT": "30", **outer}
+
+    def rank(number: int) -> list[Any]:
+        os.environ.update({name: value.format(number) for name, value in inner.items()})
+        dist.init_process_group("gloo", init_method=url, rank=number, world_size=2)
+        sp.barrier()
+        place = sp.current().topology
+        told = [sp.all_gather(sp.get_rank()), *place[:6], place.launcher]
+        dist.barrier()
+        return told
+
+    said = forked(rank, tmp_path, environ_of_ranks(meeting_place, **more))
     assert said == [[[0, 1], rank, 2, rank, 2, 0, 1, launcher] for rank in range(2)]
 
 
+def forked(
+    rank: Callable[[int], list[Any]], folder: Path, variables: dict[str, str]
+) -> list[list[Any]]:
+    """Return what each of two forked processes returns, which know of each other by themselves."""
+    ends = [folder / f"end-{number}" for number in range(2)]
+
+    def run(number: int) -> None:
+        ends[number].write_text(json.dumps(rank(number)))
+        sp.shutdown()
+
+    pids = [fork(partial(run, number), variables) for number in range(2)]
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
+    return [json.loads(end.read_text()) for end in ends]
+
+
 def test_a_world_started_before_the_group_is_refused(tmp_path: Path, meeting_place: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        HEAD
-        + textwrap.dedent("""
-        import torch.multiprocessing as mp
+    port = free_port()
 
-        def said(call):
-            try:
-                return call()
-            except sp.ConfigurationError as error:
-                return str(error)
+    def refusal() -> str:
+        with pytest.raises(sp.ConfigurationError) as caught:
+            sp.barrier()
+        return str(caught.value)
 
-        def rank(number, port):
-            with sp.main_first():  # too early: nothing says that there are two
-                pass
-            dist.init_process_group(
-                "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2
-            )
-            first = said(sp.barrier)
-            again = said(sp.barrier)
-            sp.init()
-            found = [sp.get_rank(), sp.all_gather(number)]
-            (Path(sys.argv[1]) / f"end-{number}").write_text(json.dumps([first, again, found]))
-            sp.shutdown()
-            dist.destroy_process_group()
+    def rank(number: int) -> list[Any]:
+        with sp.main_first():  # too early: nothing says that there are two
+            pass
+        url = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", init_method=url, rank=number, world_size=2)
+        texts = [refusal(), refusal()]
+        sp.init()
+        return [*texts, sp.get_rank(), sp.all_gather(number)]
 
-        if __name__ == "__main__":
-            mp.spawn(rank, (int(sys.argv[2]),), nprocs=2)
-        """)
-    )
-    run_ranks(meeting_place, [sys.executable, script, tmp_path, str(free_port())], {})
-    for rank in range(2):
-        first, again, found = json.loads((tmp_path / f"end-{rank}").read_text())
-        assert f"torch.distributed says rank={rank} and world_size=2" in first
+    said = forked(rank, tmp_path, environ_of_ranks(meeting_place))
+    for number, (first, again, *found) in enumerate(said):
+        assert f"torch.distributed says rank={number} and world_size=2" in first
         assert "rank=0 and world_size=1" in first
         assert "after init_process_group()" in first
         assert again == first
-        assert found == [rank, [0, 1]]
+        assert found == [number, [0, 1]]

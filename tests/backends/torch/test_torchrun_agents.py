@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 from support.rank_environment import environ_of_ranks, free_port
 from support.rank_worlds import PATIENCE
+
+pytestmark = pytest.mark.soak  # an agent imports torch as a rank does
 
 _HEAD = """
 import json, os, signal, sys, time
@@ -36,69 +39,28 @@ def tell(*said):
 """
 
 
-class Agents:
-    """Agents of one run, each with as many ranks, which run `source`."""
-
-    def __init__(
-        self, source: str, tmp_path: Path, place: Path, *options: str, **more: str
-    ) -> None:
-        self.folder = tmp_path
-        script = tmp_path / "script.py"
-        script.write_text(_HEAD + textwrap.dedent(source))
-        self._command = [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=test"),
-            *(f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--monitor-interval=0.05"),
-            *(*options, str(script), str(tmp_path)),
-        ]
-        variables = {"SYNCPRIMS_JOIN_TIMEOUT": "40", "PYTHONUNBUFFERED": "1", **more}
-        self._environ = environ_of_ranks(place, **variables)
-        self._started: list[subprocess.Popen[str]] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for agent in self._started:
-            self.end(agent)
-
-    def start(self) -> subprocess.Popen[str]:
-        """Start one more agent."""
-        out = (self.folder / f"agent-{len(self._started)}").open("w")
-        with out:
-            agent = subprocess.Popen(
-                self._command, env=self._environ, stdout=out, stderr=subprocess.STDOUT, text=True
-            )
-        self._started.append(agent)
-        return agent
-
-    def end(self, agent: subprocess.Popen[str]) -> None:
-        """End an agent that still runs, and so its ranks."""
-        if agent.poll() is None:
-            agent.terminate()
-            try:
-                agent.wait(timeout=PATIENCE)
-            finally:
-                agent.kill()
-
-    def await_success(self, *agents: subprocess.Popen[str]) -> list[Any]:
-        """Wait for the normal end of these agents; return what each rank tells."""
-        for agent in agents:
-            agent.wait(timeout=PATIENCE)
-        said = [path.read_text() for path in sorted(self.folder.glob("agent-*"))]
-        assert [agent.returncode for agent in agents] == [0] * len(agents), "\n".join(said)
-        return [
-            json.loads((self.folder / f"end-{rank}").read_text()) for rank in range(len(agents))
-        ]
-
-
 def run_agents(source: str, tmp_path: Path, place: Path, *options: str, **more: str) -> list[Any]:
     """Run `source` under two agents with a rank each; return what each rank tells."""
-    with Agents(source, tmp_path, place, "--nnodes=2", *options, **more) as agents:
-        return agents.await_success(agents.start(), agents.start())
+    script = tmp_path / "script.py"
+    script.write_text(_HEAD + textwrap.dedent(source))
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+        *("--rdzv-backend=c10d", "--rdzv-id=test", f"--rdzv-endpoint=127.0.0.1:{free_port()}"),
+        *("--monitor-interval=0.05", *options, str(script), str(tmp_path)),
+    ]
+    variables = {"SYNCPRIMS_JOIN_TIMEOUT": "40", "PYTHONUNBUFFERED": "1", **more}
+    environ = environ_of_ranks(place, **variables)
+    agents: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as ends, (tmp_path / "log").open("w+") as log:
+        for _ in range(2):
+            agents.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log))
+            ends.callback(agents[-1].wait)
+            ends.callback(agents[-1].terminate)  # if it still runs; so its rank ends, too
+        codes = [agent.wait(timeout=PATIENCE) for agent in agents]
+        assert codes == [0, 0], (tmp_path / "log").read_text()
+    return [json.loads((tmp_path / f"end-{rank}").read_text()) for rank in range(2)]
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("own_store", [False, True])
 def test_agents_that_restart_meet(own_store: bool, tmp_path: Path, meeting_place: Path) -> None:
     said = run_agents(
@@ -120,7 +82,7 @@ def test_agents_that_restart_meet(own_store: bool, tmp_path: Path, meeting_place
     assert {attempt for _, attempt in said} == {"0", "1"}, "each agent counts its own"
 
 
-@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.soak), 1])
+@pytest.mark.parametrize("first", [0, 1])
 def test_a_rank_killed_before_or_while_it_joins_is_not_met(
     first: int, tmp_path: Path, meeting_place: Path
 ) -> None:
