@@ -34,9 +34,9 @@ import syncprims as sp
 #: (setup, over an older save?, every how many-th call of any rank): in the tests of every day.
 SHORT = [
     ("single-1", False, 7), ("single-1", True, 7), ("shards-1", True, 11), ("to-shards-1", True, 7),
-    ("from-shards-1", True, 11), ("state-1", True, 13), ("shards-2", True, 17),
-    ("state-2", False, 23), ("state-2", True, 23), ("state-behind-2", True, 31),
-    ("state-4", True, 37), ("object-1", True, 11), ("safe-object-1", True, 7),
+    ("from-shards-1", True, 11), ("state-1", True, 13), ("shards-2", True, 11),
+    ("state-2", False, 23), ("state-2", True, 23), ("state-behind-2", True, 23),
+    ("state-4", True, 29), ("object-1", True, 11), ("safe-object-1", True, 5),
 ]  # fmt: skip
 SHORT_SIGNALS = [
     ("state-behind-1", False, 4), ("state-behind-1", True, 3), ("state-behind-2", True, 11),
