@@ -121,7 +121,7 @@ def _check_encodable(rounds: Rounds, label: Label, obj: Any) -> None:
 
     :raises EncodingError: as where it does.
     """
-    if is_array(obj) and obj.dtype.kind in "biufc":
+    if type(obj) in codec.LEAVES or (is_array(obj) and obj.dtype.kind in "biufc"):
         return
     is_dict: bool = type(obj) is dict
     parts: Any = (*obj, *obj.values()) if is_dict else (obj,)

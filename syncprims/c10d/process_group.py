@@ -28,6 +28,8 @@ from .torch_internals import BETWEEN, NAME, dist, finished_work, make_backend_er
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 M = TypeVar("M", bound="Callable[..., Any]")
+#: Bytes up to which it is faster to reduce all in one round than to exchange parts in two.
+_REDUCED_WHOLE = 256 << 10
 
 
 def create_process_group(options: Any, backend_options: object = None) -> SyncProcessGroup:
@@ -466,7 +468,14 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         for output, mine in zip(_listed(outputs), _listed(inputs), strict=True):
             note = self._note("reduce_scatter_tensor", describe([mine]), None, options.op)
             self._check_whole(note, output, mine)
-            self._reduce_scatter(note, options, output, self._parts(items_of(mine)))
+            items = items_of(mine)
+            if items.nbytes > _REDUCED_WHOLE:
+                self._reduce_scatter(note, options, output, self._parts(items))
+                continue
+            op = self._op_for(note, options.op, mine)
+            total = values.all_reduce(self._rounds, note, items, op, None, options.limit)
+            with OutputTensors(output) as (out,):
+                out[...] = self._parts(total)[self._me]
 
     reduce_scatter_single_coalesced = reduce_scatter_single
 
