@@ -184,10 +184,13 @@ def _has_subclass(tensors: Sequence[Any]) -> bool:
     """
     plain = _internals._disabled_torch_dispatch_impl
     for one in tensors:
-        if isinstance(one, list | tuple):
+        kind = type(one)
+        if kind is list or kind is tuple:
             if _has_subclass(one):
                 return True
-        elif getattr(type(one), "__torch_dispatch__", plain) is not plain:
+        elif kind is torch.Tensor or kind is int:
+            continue
+        elif getattr(kind, "__torch_dispatch__", plain) is not plain:
             return True
     return False
 
