@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from syncprims._protocol.call_site import notes_of
 from syncprims._protocol.rounds import Rounds, RoundSequence
 from syncprims.errors import EncodingError, RankMismatch
 from syncprims.interface import Label, Mark, Note
@@ -55,9 +56,8 @@ class _PreparedCall:
         self._own_at = 0 if self.only_source_writes else self._index * layout.stride
         self._in_slots = plane.takes_one_round(layout)
         plain = note.label
-        label = Label(plain.kind, plain.name, plain.src, plain.op, plain.site, layout.data)
-        #: The note, with the description of the value.
-        self.header = note._replace(label=label)
+        label = plain.kind, plain.name, plain.src, plain.op, plain.site, layout.data
+        self.header = notes_of(*label)[0]  #: the note, with the description of the value
 
     def write(self, packed: Any) -> None:
         """Write this rank's slot for the round that it posts next."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from types import CodeType, FrameType, TracebackType
@@ -84,6 +85,18 @@ def warn_user(message: str) -> None:
     warnings.warn_explicit(message, SyncWarning, *at, module, registry)
 
 
+@functools.lru_cache(_MOST_NOTES)
+def notes_of(
+    kind: str, name: str | None, src: int | None, op: str | None, site: str, data: bytes = b""
+) -> tuple[Note, Note]:
+    """Return the plain note with this label, and the one with the mark YES.
+
+    Ranks that are threads get the same objects, which nobody has to compare.
+    """
+    label = Label(kind, name, src, op, site, data)
+    return Note(label), Note(label, Mark.YES)
+
+
 class NoteCache:
     """The notes of one group's calls, made once for each call site in the user's program.
 
@@ -114,22 +127,24 @@ class NoteCache:
         while (code := frame.f_code).co_filename in known and (caller := frame.f_back):
             frame = caller
         key = (kind, name, src, op, id(code), frame.f_lasti)
-        cached = self._notes.get(key) or self._add(key, frame, Label(kind, name, src, op))
+        cached = self._notes.get(key) or self._add(frame, kind, name, src, op)
         return cached[1] if yes else cached[0]
 
-    def _add(self, key: tuple[object, ...], frame: FrameType, label: Label) -> _Cached:
+    def _add(
+        self, frame: FrameType, kind: str, name: str | None, src: int | None, op: str | None
+    ) -> _Cached:
         while not _is_users(frame, self._not_users) and frame.f_back:
             self._library_files.add(frame.f_code.co_filename)
             frame = frame.f_back
         code = frame.f_code
-        key = (*key[:4], id(code), frame.f_lasti)
+        key = (kind, name, src, op, id(code), frame.f_lasti)
         cached = self._notes.get(key)
         if cached is None:
-            if label.name is not None:
-                check_name(label.name)
+            if name is not None:
+                check_name(name)
             if len(self._notes) > _MOST_NOTES:  # names made from a counter must not fill memory
                 self._notes.clear()
-            label.site = _describe(frame)
+            notes = notes_of(kind, name, src, op, _describe(frame))
             # The code object is kept, so that no other one gets its id.
-            cached = self._notes[key] = Note(label), Note(label, Mark.YES), code
+            cached = self._notes[key] = (*notes, code)
         return cached
