@@ -30,8 +30,8 @@ HERE = Path(__file__).parent
 STARTUP = str(HERE / "support" / "startup")
 if STARTUP not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
     os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, paths)])
-# At each connection torch asks the name server for the peer's name, at times for 5 s. It warns if
-# nobody answers.
+# At each connection to a store, torch asks a name server for the name of the peer. If a server is
+# busy, this takes 5 s; without any, torch warns.
 os.environ |= {"RES_OPTIONS": "attempts:0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 # `nohup`, and a shell without job control, start processes that ignore these, and so would ranks.
@@ -178,6 +178,7 @@ def scripts(meeting_place: Path, tmp_path: Path) -> Scripts:
 
 
 in_processes = pytest.mark.in_processes
+soak = partial(pytest.param, marks=pytest.mark.soak)  # parameters that `make soak` tries
 WorldKind = Literal["threads", "processes"]
 both_kinds = pytest.mark.parametrize("kind", ["threads", "processes"])
 
