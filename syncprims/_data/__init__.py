@@ -10,6 +10,9 @@ LARGE = 1536
 #: Slots of one board up to which one round is faster than dividing the work of a reduction: with up
 #: to so many members, and with more. Each member then reads all slots.
 FEW_MEMBERS, ONE_ROUND, ONE_ROUND_OF_MANY = 4, 2 << 20, 1 << 20
+#: What is reduced and scattered, up to which it is faster to reduce all in one round than to
+#: exchange parts in two.
+REDUCED_WHOLE = 256 << 10
 #: A broadcast up to which one piece is best: to read it while it is written saves less time than
 #: more rounds cost.
 ONE_PIECE = 1 << 20

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 
-from syncprims._data import LARGE, values
+from syncprims._data import LARGE, REDUCED_WHOLE, values
 from syncprims._data.arrays import empty_array, raw
 from syncprims._data.plane import DataPlane
 from syncprims._data.reduction import combine
@@ -28,8 +28,6 @@ from .torch_internals import BETWEEN, NAME, dist, finished_work, make_backend_er
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 M = TypeVar("M", bound="Callable[..., Any]")
-#: Bytes up to which it is faster to reduce all in one round than to exchange parts in two.
-_REDUCED_WHOLE = 256 << 10
 
 
 def create_process_group(options: Any, backend_options: object = None) -> SyncProcessGroup:
@@ -469,7 +467,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             note = self._note("reduce_scatter_tensor", describe([mine]), None, options.op)
             self._check_whole(note, output, mine)
             items = items_of(mine)
-            if items.nbytes > _REDUCED_WHOLE:
+            if items.nbytes > REDUCED_WHOLE:
                 self._reduce_scatter(note, options, output, self._parts(items))
                 continue
             op = self._op_for(note, options.op, mine)

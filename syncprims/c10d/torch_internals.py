@@ -188,9 +188,10 @@ def _has_subclass(tensors: Sequence[Any]) -> bool:
         if kind is list or kind is tuple:
             if _has_subclass(one):
                 return True
-        elif kind is torch.Tensor or kind is int:
-            continue
-        elif getattr(kind, "__torch_dispatch__", plain) is not plain:
+        # To look at the attribute takes longer, and nearly all are of these types.
+        elif kind not in (torch.Tensor, int) and (
+            getattr(kind, "__torch_dispatch__", plain) is not plain
+        ):
             return True
     return False
 

@@ -295,7 +295,7 @@ class Accumulator:
     def _update_scaler(self, besides: AccumulationWindow | None = None) -> None:
         """Update the loss scaler, unless other windows hold gradients of the present scale."""
         if self.precision.scaler is None:
-            return  # a call of each micro-batch: the fastest way
+            return  # at once: every micro-batch comes here
         if not any(w.is_half_full for w in self.entered if w is not besides):
             self.precision.update_scaler()
 
