@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from conftest import soak
 from support.process_groups import dist
 from support.rank_environment import run_python
 
@@ -54,9 +55,7 @@ def run(*command: str | Path) -> list[str]:
 
 
 @needs_entry_point
-@pytest.mark.parametrize(("flags", "backend"), [
-    pytest.param([], "syncprims", marks=pytest.mark.soak), (["--serve-torch"], "gloo"),
-])  # fmt: skip
+@pytest.mark.parametrize(("flags", "backend"), [soak([], "syncprims"), (["--serve-torch"], "gloo")])
 def test_under_syncprims_run(flags: list[str], backend: str, program: Path) -> None:
     lines = run("-m", "syncprims", "run", "-n", "2", *flags, program, backend)
     assert sorted(lines) == [f"[rank {r}] SyncProcessGroup {backend}" for r in range(2)]

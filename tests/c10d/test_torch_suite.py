@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import soak
 from support import process_groups as process_groups  # imports torch before ranks fork
 from support.process_groups import dist, seconds
 from support.rank_worlds import Kind, Ranks
@@ -131,9 +132,7 @@ _CHUNKS = 12
 
 
 @pytest.mark.parametrize("backend", ["syncprims", "gloo"])
-@pytest.mark.parametrize(
-    "chunk", [None, *(pytest.param(k, marks=pytest.mark.soak) for k in range(_CHUNKS))]
-)
+@pytest.mark.parametrize("chunk", [None, *map(soak, range(_CHUNKS))])
 def test_torch_suite(chunk: int | None, backend: str, meeting_place: Path, tmp_path: Path) -> None:
     pytest.importorskip("expecttest")
     part = None if chunk is None else slice(chunk, None, _CHUNKS)

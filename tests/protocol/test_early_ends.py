@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
+from conftest import soak
 from support.launches import Launches
 from support.rank_worlds import Scripts, environment
 
@@ -16,7 +16,6 @@ from support.rank_worlds import Scripts, environment
 from syncprims._world.launchers import make_rank_variables
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-soak = partial(pytest.param, marks=pytest.mark.soak)
 
 
 @pytest.fixture

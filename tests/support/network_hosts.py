@@ -175,10 +175,10 @@ class Network:
         self._ranks = ranks_per_host
         self._switch = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
 
-    def run(self, source: str, *, agents: bool = False, **variables: str) -> None:
+    def run(self, source: str, *, agents: bool = True, **variables: str) -> None:
         """Start `source` on all ranks of all hosts. `rank`, `report` and all names are there.
 
-        With `agents`, the agents of torchrun start them; else they are forked, which is far faster.
+        With `agents`, the agents of torchrun start them. Otherwise they are forked, far faster.
         """
         script = self.folder / "script.py"
         script.write_text(_HEAD.format(folder=str(self.folder)) + textwrap.dedent(source))

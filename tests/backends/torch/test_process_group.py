@@ -6,17 +6,15 @@ import contextlib
 import os
 import signal
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import soak
 from support.rank_environment import free_port
 from support.rank_worlds import Died, Kind, Ranks, Scripts, Signs, served_store
 
 import syncprims as sp
-
-soak = partial(pytest.param, marks=pytest.mark.soak)
 
 
 def test_a_world_says_whether_there_is_one(world: Ranks, kind: Kind) -> None:

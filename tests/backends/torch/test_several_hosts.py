@@ -6,15 +6,14 @@ import json
 import random
 import re
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
+from conftest import soak
 from support.network_hosts import Network, network, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-#: What hosts that are simulated by directories show every day.
-soak = partial(pytest.param, marks=pytest.mark.soak)
+started = pytest.mark.parametrize("agents", [False, soak(True)], ids=["forked", "torchrun"])
 
 #: A little of everything; each rank tells what it saw.
 _TOUR = """
@@ -55,7 +54,7 @@ report("end", json.dumps(seen))
 def test_the_contract_holds_across_hosts(hosts: int, tmp_path: Path) -> None:
     ranks = range(2 * hosts)
     with network(hosts, 2, tmp_path) as net:
-        net.run(_TOUR, agents=True)
+        net.run(_TOUR)
         ended = net.wait()
         assert [end.code for end in ended] == [0] * hosts, ended
         for rank in ranks:
@@ -96,9 +95,10 @@ report("end", json.dumps(seen))
 """
 
 
-def test_process_groups_find_the_other_hosts_through_their_store(tmp_path: Path) -> None:
+@started
+def test_process_groups_find_other_hosts_through_their_store(agents: bool, tmp_path: Path) -> None:
     with network(2, 2, tmp_path) as net:
-        net.run(_PROCESS_GROUPS)
+        net.run(_PROCESS_GROUPS, agents=agents)
         ended = net.wait()
         assert [end.code for end in ended] == [0, 0], ended
         objects = [{"rank": rank} for rank in range(4)]
@@ -128,19 +128,23 @@ def await_ends(net: Network, *ranks: int) -> None:
     net.await_reports(*(f"end-{rank}" for rank in ranks))
 
 
-def test_a_killed_rank_is_told_on_every_host(tmp_path: Path) -> None:
+@started
+def test_a_killed_rank_is_told_on_every_host(agents: bool, tmp_path: Path) -> None:
     with network(2, 2, tmp_path) as net:
-        net.run("""
+        net.run(
+            agents=agents,
+            source="""
             barrier("begin")
             if rank == 3:
                 net = [folder / f"waiting-{r}" for r in range(3)]
                 while not all(path.exists() for path in net):
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
-            report("waiting")
+            signal.signal(signal.SIGTERM, signal.SIG_IGN); report("waiting")  # an agent ends them
             outcome(lambda: barrier("load"))
             time.sleep(0.5)
-            """)
+            """,
+        )
         await_ends(net, 0, 1, 2)
         texts = {said(net, rank)[1:] for rank in range(3)}
         assert len(texts) == 1, "one verdict for all"
@@ -150,17 +154,18 @@ def test_a_killed_rank_is_told_on_every_host(tmp_path: Path) -> None:
         assert "rank 3 was last seen at barrier 'begin' (script.py:" in text
 
 
+@started
 @pytest.mark.parametrize(
     ("gone", "killed", "left"),
     [(0, True, [2]), soak(1, True, [0, 1]), (1, False, [0, 1, 2])],
     ids=["killed, with the store", "killed", "cut off"],
 )
 def test_a_host_that_is_gone_is_named(
-    gone: int, killed: bool, left: list[int], tmp_path: Path
+    agents: bool, gone: int, killed: bool, left: list[int], tmp_path: Path
 ) -> None:
     """And where its link is cut, it names the other one."""
     with network(2, 2, tmp_path) as net:
-        net.run(_WAIT, LATE="1", SYNCPRIMS_HEARTBEAT="2")
+        net.run(_WAIT, agents=agents, LATE="1", SYNCPRIMS_HEARTBEAT="2")
         net.await_reports(*(f"waiting-{rank}" for rank in range(4)))
         net.hosts[gone].kill() if killed else net.cut(net.hosts[gone])
         await_ends(net, *left)
@@ -245,7 +250,8 @@ def test_a_link_that_is_cut_at_any_moment_has_one_verdict(seed: int, tmp_path: P
         assert abs(number - int(verdict.split()[0])) <= 1
 
 
-def test_the_others_go_on_without_a_host_that_is_cut_off(tmp_path: Path) -> None:
+@started
+def test_the_others_go_on_without_a_host_that_is_cut_off(agents: bool, tmp_path: Path) -> None:
     with network(2, 2, tmp_path) as net:
         net.run(
             """
@@ -271,6 +277,7 @@ def test_the_others_go_on_without_a_host_that_is_cut_off(tmp_path: Path) -> None
                     report("end", error)
                     os._exit(0)
             """,
+            agents=agents,
             SYNCPRIMS_HEARTBEAT="2",
         )
         net.await_reports(*(f"begun-{rank}" for rank in range(4)))

@@ -17,13 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import soak
 from support.process_groups import dist
 from support.rank_environment import environ_of_ranks, free_port, record_warnings, run_ranks
 from support.rank_worlds import Died, Kind, Ranks, Signs, fork, served_store
 
 import syncprims as sp
-
-soak = partial(pytest.param, marks=pytest.mark.soak)
 
 TOUR = """
 import json, sys, threading
@@ -79,14 +78,16 @@ def test_our_variables_set_by_hand_take_a_store_for_a_name(meeting_place: Path) 
     assert gathered == [[0, 1]] * 2
 
 
-def test_the_programs_own_group_before_and_after(meeting_place: Path) -> None:
-    def program() -> list[Any]:
-        os.environ.update(RANK=os.environ["SYNCPRIMS_RANK"], WORLD_SIZE="2")
+def test_the_programs_own_group_before_and_after(tmp_path: Path, meeting_place: Path) -> None:
+    def rank(number: int) -> list[Any]:
+        names = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        os.environ.update({name: str(value) for name, value in names.items()}, GROUP_RANK="0")
         sp.barrier()
+        launcher = sp.current().topology.launcher
         dist.init_process_group("gloo")  # after: a world that runs already minds nothing
         total = torch.ones(1)
         dist.all_reduce(total)
-        seen: list[Any] = [total.item()]
+        seen: list[Any] = [launcher, total.item()]
         sp.barrier()
         sp.shutdown()
         dist.all_reduce(total)  # and closes nothing that it has not opened
@@ -96,9 +97,9 @@ def test_the_programs_own_group_before_and_after(meeting_place: Path) -> None:
         with sp.init():
             return [*seen, sp.broadcast("whole")]
 
-    with served_store() as store:
-        said = Ranks(Kind("torch", 2), meeting_place).run_alone(program, **store.variables)
-    assert said == [[2.0, 4.0, [0, 1], "whole"]] * 2
+    with served_store() as store:  # as the agent of torchrun does
+        said = forked(rank, tmp_path, environ_of_ranks(meeting_place, **store.variables))
+    assert said == [["torchrun", 2.0, 4.0, [0, 1], "whole"]] * 2
 
 
 def test_a_group_that_is_not_the_launchers_world_is_refused(meeting_place: Path) -> None:
@@ -443,7 +444,6 @@ def test_an_initialized_group_says_who_one_is(
     meeting_place: Path,
 ) -> None:
     url = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{tmp_path}/group"
-    more = {"SYNCPRIMS_JOIN_TIMEOUT": "30", **outer}
 
     def rank(number: int) -> list[Any]:
         os.environ.update({name: value.format(number) for name, value in inner.items()})
@@ -454,13 +454,11 @@ def test_an_initialized_group_says_who_one_is(
         dist.barrier()
         return told
 
-    said = forked(rank, tmp_path, environ_of_ranks(meeting_place, **more))
+    said = forked(rank, tmp_path, environ_of_ranks(meeting_place, **outer))
     assert said == [[[0, 1], rank, 2, rank, 2, 0, 1, launcher] for rank in range(2)]
 
 
-def forked(
-    rank: Callable[[int], list[Any]], folder: Path, variables: dict[str, str]
-) -> list[list[Any]]:
+def forked(rank: Callable[[int], Any], folder: Path, variables: dict[str, str]) -> list[Any]:
     """Return what each of two forked processes returns, which know of each other by themselves."""
     ends = [folder / f"end-{number}" for number in range(2)]
 

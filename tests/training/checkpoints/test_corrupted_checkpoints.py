@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from conftest import soak
 from support.checkpoint_worlds import Alone, Kept
 from support.file_faults import watched
 from support.rank_worlds import Kind, Ranks
@@ -242,9 +243,7 @@ def break_everywhere(
     return tried, passed
 
 
-@pytest.mark.parametrize(
-    "bit", [None, *(pytest.param(n, marks=pytest.mark.soak) for n in range(8))]
-)
+@pytest.mark.parametrize("bit", [None, *map(soak, range(8))])
 @each_way
 def test_flips_and_cuts(way: str, bit: int | None, tmp_path: Path, meeting_place: Path) -> None:
     ranks = Ranks(Kind("single", 1), meeting_place, patience=600)
@@ -294,7 +293,7 @@ def try_malformed(way: str, count: int, folder: Path, seed: int) -> int:
     return refused_
 
 
-@pytest.mark.parametrize("count", [SHORT, pytest.param(SOAK, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [SHORT, soak(SOAK)])
 @each_way
 def test_malformed_files_do_no_harm(way: str, count: int, tmp_path: Path, alone: Alone) -> None:
     """Each process tries a part of them, and must end within a minute."""
