@@ -266,7 +266,7 @@ def test_batch_scripts(line: str, expected: list[list[list[Any]]], nodes: Cluste
 
 
 def test_a_batch_script_without_srun_is_a_world_of_one_that_says_so(nodes: Cluster) -> None:
-    text = nodes.await_state(nodes.submit(TOUR, "-N1", "-n4"), "COMPLETED", "FAILED")
+    text = nodes.await_state(nodes.submit(TOUR, "-N1", "-n4", "-whost0"), "COMPLETED", "FAILED")
     assert "SLURM_NTASKS=4 is set, and this process was not started by srun" in text
     assert told(text) == [[[0, 1, 0, 1, 0, 1, "none", "host0"]]]
 
