@@ -193,7 +193,7 @@ def is_computable(dtype: Any) -> bool:
 def flat(obj: Any) -> Any:
     """Return the items of an array in one dimension: the very memory, where that is contiguous.
 
-    As a numpy array if numpy has the dtype, else as a tensor.
+    As a numpy array if numpy has the dtype and this host has the memory, else as a tensor.
     """
     import numpy
 
@@ -204,7 +204,7 @@ def flat(obj: Any) -> Any:
     if not obj.is_contiguous() or obj.is_conj() or obj.is_neg():
         obj = obj.detach().resolve_conj().resolve_neg().contiguous()
     dtype = numpy_dtype(obj.dtype)
-    if dtype is not None:
+    if dtype is not None and obj.is_cpu:
         return _memory(obj, dtype)
     plain = obj.detach().reshape(-1)
     # The step of no item, or of a single one, may be any.
@@ -231,6 +231,8 @@ def _memory(tensor: Any, dtype: Any) -> Any:
     """
     import numpy
 
+    if not tensor.is_cpu:  # its address means nothing here: to read there ends the process
+        raise TypeError(f"the memory of a tensor on {tensor.device} is not this host's")
     count = tensor.numel()
     if not count:
         return numpy.empty(0, dtype)

@@ -45,6 +45,8 @@ _FUNCTIONS = {
     "bor": "bitwise_or",
     "bxor": "bitwise_xor",
 }
+#: Dtypes that torch stores on devices and does not compute with there.
+_STORED_ON_DEVICES = {"torch.uint16", "torch.uint32", "torch.uint64"}
 
 
 def check_op(op: str) -> Op:
@@ -235,10 +237,14 @@ def combine(parts: Sequence[Any], out: Any, op: str) -> None:
     if not hasattr(out.dtype, "kind"):  # a tensor
         flattened = [arrays.flat(part) for part in parts]
         items = arrays.flat(out)
-        if arrays.is_tensor(items):  # numpy does not know the dtype
-            _combine_tensors(flattened, op, items)
-        else:
+        if not arrays.is_tensor(items):
             combine(flattened, items, op)
+        elif str(parts[0].dtype) in _STORED_ON_DEVICES:
+            total = items.cpu()
+            combine([part.cpu() for part in flattened], total, op)
+            items.copy_(total)
+        else:  # numpy does not know the dtype, or the items are on a device
+            _combine_tensors(flattened, op, items)
     else:
         array_combiner(op, out.dtype, parts[0].dtype)(parts, out)
 
