@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -56,6 +57,9 @@ class OutputTensors:
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.items: list[Any] = []
         self._elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Another thread may finish, where another stream is the current one.
+        on_cuda = [tensor.device for tensor in tensors if tensor.is_cuda]
+        self._stream = torch.cuda.current_stream(on_cuda[0]) if on_cuda else None
         for tensor in tensors:
             plain = tensor.data
             ready = plain.device.type == "cpu" and plain.is_contiguous()
@@ -67,8 +71,9 @@ class OutputTensors:
 
     def finish(self) -> None:
         """Copy the items to tensors that are elsewhere, or not contiguous."""
-        for tensor, room in self._elsewhere:
-            tensor.copy_(room)
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            for tensor, room in self._elsewhere:
+                tensor.copy_(room)
 
     def __enter__(self) -> list[Any]:
         return self.items
