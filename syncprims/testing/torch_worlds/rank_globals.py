@@ -24,6 +24,8 @@ import torch
 
 from syncprims.c10d.torch_internals import PROCESS_ATTRIBUTES
 
+_cuda: Any = torch.cuda  # partly typed
+
 
 class RankGlobals:
     """The globals of each rank; the process has those of the rank that was entered last.
@@ -152,14 +154,19 @@ def _python_random() -> _Part:
 
 
 def _torch_globals() -> _Part:
-    """Return torch's global generator and default dtype; a default device is a thread's own."""
+    """Return torch's global generators and default dtype; a default device is a thread's own."""
 
     def save() -> Any:
-        return torch.default_generator.get_state(), torch.get_default_dtype()
+        devices = _cuda.get_rng_state_all() if _cuda.is_initialized() else None
+        return torch.default_generator.get_state(), torch.get_default_dtype(), devices
 
     def load(kept: Any) -> None:
-        state, dtype = kept
+        state, dtype, devices = kept
         torch.default_generator.set_state(state)
+        if devices is not None:
+            _cuda.set_rng_state_all(devices)
+        elif _cuda.is_initialized():  # by another rank: as it is in a new process
+            _cuda.manual_seed_all(torch.initial_seed())
         if dtype is not torch.get_default_dtype():
             torch.set_default_dtype(dtype)
 
