@@ -12,7 +12,7 @@ PYTHONS ?= $(PYTHON)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format soak launchers bench docs dist release-check clean
+.PHONY: help demo test lint format soak launchers gpu bench docs dist release-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -75,6 +75,9 @@ launchers: $(VENV)/test ## run real jobs under SLURM and Open MPI on pretended n
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 	        slurm-wlm munge openmpi-bin iproute2 hostname; fi
 	$(BIN)/python -m pytest -m launchers tests/launchers
+
+gpu: $(VENV)/test ## try everything on one GPU, in at most 8 minutes: bench/GPU.md
+	$(BIN)/python tests/gpu/rig.py --write
 
 bench: $(VENV)/bench ## measure against peers: bench/RESULTS.md and pictures; continues after an interruption
 	$(BIN)/python -m compileall -q syncprims backends

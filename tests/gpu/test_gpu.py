@@ -1,20 +1,19 @@
-"""Tests that need a CUDA device, in the script `cover.py`."""
+"""The checks of `checks.py`: on the device where there is one, else on the CPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 from support.rank_environment import run_python
 
-DEVICES = torch.cuda.device_count()
 
-
-@pytest.mark.skipif(DEVICES == 0, reason="no CUDA device here")
-@pytest.mark.parametrize("ranks", sorted({1, max(2, DEVICES)}))
-def test_what_needs_a_device(ranks: int) -> None:
-    """Two ranks share one device, through the memory of the host; NCCL joins more, or one rank."""
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = run_python(*start, Path(__file__).with_name("cover.py"))
+def run_checks(device: str) -> None:
+    done = run_python(Path(__file__).with_name("rig.py"), "--device", device, "--jobs", "2")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.soak
+def test_the_checks_of_a_device_pass_on_the_cpu() -> None:
+    """On a GPU only the device differs: `make gpu`."""
+    run_checks("cpu")
