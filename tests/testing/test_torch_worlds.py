@@ -234,6 +234,12 @@ def test_the_modes_of_the_test_hold_in_its_ranks(kind: Any) -> None:
     assert run_world(body, 2, torch=True, kind=kind) == [(False, torch.float32)] * 2
 
 
+def test_a_backward_pass_stays_in_the_thread_of_its_rank() -> None:
+    """Else the passes of all ranks on a device would be in one thread, and wait for each other."""
+    several: Any = torch._C._is_multithreading_enabled  # on the CPU nothing else shows it
+    assert run_world(several, 2, torch=True) == [False, False]
+
+
 def functional_sum() -> float:
     from torch.distributed import _functional_collectives as functional
 

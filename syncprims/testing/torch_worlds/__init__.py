@@ -364,11 +364,12 @@ class TorchThreads:
 
         def run() -> Any:
             __tracebackhide__ = True
-            # Backward passes run in this thread alone, also on devices.
             with (
-                torch.autograd.set_multithreading_enabled(False),
                 torch.inference_mode(self._inference),
                 torch.autocast("cpu", *self._autocast),
+                # Backward passes run in this thread alone, also on devices. The mode of inference
+                # sets this, too.
+                torch.autograd.set_multithreading_enabled(False),
             ):
                 torch.set_grad_enabled(self._grad)
                 if self._device.type != "cpu":
