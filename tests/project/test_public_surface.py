@@ -1,11 +1,14 @@
-"""The public names and signatures, as text, one per line, equal the frozen ones.
+"""The public names, signatures, flags and variables, as text, one per line, equal the frozen ones.
 
 ``cd tests && python -m project.test_public_surface`` freezes the present ones in ``surface.txt``.
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
 import difflib
+import enum
 import importlib
 import inspect
 import re
@@ -16,6 +19,9 @@ from typing import Any
 import pytest
 from support.pages import ROOT
 
+from syncprims._world.settings import _OURS as VARIABLES
+from syncprims.cli import parser
+
 GOLDEN = Path(__file__).with_name("surface.txt")
 MODULES = (
     "syncprims",
@@ -24,34 +30,72 @@ MODULES = (
     "syncprims.testing",
     "syncprims.training",
 )
+#: The names of others that are served here: torch's, and Accelerate's in its modules.
+OF_OTHERS = (
+    "syncprims.c10d",
+    "syncprims.accelerate",
+    "syncprims.accelerate.data_loader",
+    "syncprims.accelerate.logging",
+    "syncprims.accelerate.state",
+    "syncprims.accelerate.tracking",
+    "syncprims.accelerate.utils",
+)
 #: Classes whose instances the library makes: their constructors are no promise.
 MADE_BY_THE_LIBRARY = {"Group", "Mark", "PreparedLoader", "Saving", "World"}
 
 
 def surface() -> str:
-    """Return every public name of every public module, with its signature."""
-    parts = [f"[{name}]\n" + "\n".join(_of_module(name)) for name in MODULES]
+    """Return every public name with its signature, and what may be written elsewhere."""
+    told: set[type] = set()  # classes are in several modules
+    parts = [f"[{name}]\n" + "\n".join(_of_module(name, told)) for name in (*MODULES, *OF_OTHERS)]
+    parts.append("[the command]\n" + "\n".join(_flags(parser(), "syncprims")))
+    parts.append("[variables]\n" + "\n".join(sorted(VARIABLES)))
     return "\n\n".join(parts) + "\n"
 
 
-def _of_module(name: str) -> Generator[str]:
+def _flags(command: argparse.ArgumentParser, name: str) -> Generator[str]:
+    for action in command._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, one in action.choices.items():
+                yield from _flags(one, f"{name} {word}")
+        else:
+            value = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
+            yield f"{name} {' '.join(action.option_strings)}{value}".replace("  ", " ")
+
+
+def _of_module(name: str, told: set[type]) -> Generator[str]:
     module = importlib.import_module(name)
-    for public, thing in sorted(vars(module).items()):
+    for public in sorted(getattr(module, "__all__", _offered(module))):
+        thing = vars(module)[public]
         if public.startswith("_") or inspect.ismodule(thing) or not _ours(thing):
             continue
         if inspect.isclass(thing):
-            yield from _of_class(public, thing)
+            lines = _of_class(public, thing)
+            yield next(lines)
+            # Torch calls what is in its process groups.
+            yield from () if thing in told or name == "syncprims.c10d" else lines
+            told.add(thing)
         elif callable(thing):
             yield f"{public}{_signature(thing)}"
         else:
             yield f"{public}: {type(thing).__name__}"
 
 
+def _offered(module: Any) -> set[str]:
+    """Return the names that a module defines, or imports in the form ``name as name``."""
+    tree = ast.parse(inspect.getsource(module))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    again = {one.name for node in imports for one in node.names if one.asname == one.name}
+    own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assigned = [node.targets for node in tree.body if isinstance(node, ast.Assign)]
+    return again | own | {t.id for ts in assigned for t in ts if isinstance(t, ast.Name)}
+
+
 def _of_class(public: str, cls: type) -> Generator[str]:
     bases = ", ".join(base.__name__ for base in cls.__bases__ if base is not object)
     yield f"class {public}({bases})" if bases else f"class {public}"
     constructed = _is_own(cls, "__init__") or _is_own(cls, "__new__")
-    if constructed and public not in MADE_BY_THE_LIBRARY:
+    if constructed and public not in MADE_BY_THE_LIBRARY and not issubclass(cls, enum.Enum):
         yield f"    {public}{_signature(cls)}"
     for name in sorted(dir(cls)):
         if name.startswith(("_", "test_")) or not _is_own(cls, name):
@@ -116,9 +160,11 @@ def test_a_star_import_gives_the_public_names_and_no_others(module: str) -> None
 
 
 def test_every_public_name_is_in_the_reference() -> None:
+    sections = surface().split("\n\n")
+    library = "\n".join(s for s in sections if s.startswith(tuple(f"[{m}]" for m in MODULES)))
     pages = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
     shown = set(re.findall(r"^::: syncprims\.(?:\w+\.)*(\w+)$", pages, re.MULTILINE))
-    public = set(re.findall(r"^(?:class )?([A-Za-z]\w*)", surface(), re.MULTILINE))
+    public = set(re.findall(r"^(?:class )?([A-Za-z]\w*)", library, re.MULTILINE))
     assert sorted(public - shown) == []
 
 
