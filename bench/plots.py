@@ -33,15 +33,23 @@ text { font: 13px system-ui, sans-serif; fill: #333a44 }
 .title { font-weight: 600; font-size: 14px } .faint { fill: #68717d; font-size: 12px }
 .ours { fill: #00796b; font-weight: 700 }
 .ground { fill: #ffffff; stroke: #d5d9df } .grid { stroke: #e3e6ea }
-path { fill: none; stroke: #9aa3ae; stroke-width: 1.75 } circle { fill: #9aa3ae }
-path.line-ours { stroke: #00897b; stroke-width: 3 } circle.dot-ours { fill: #00897b }
+path { fill: none; stroke-width: 1.75 } path.line-ours { stroke: #00897b; stroke-width: 3 }
+circle.dot-ours { fill: #00897b }
 @media (prefers-color-scheme: dark) {
 text { fill: #d6dbe1 } .faint { fill: #98a2ae } .ours { fill: #4dd0c0 }
 .ground { fill: #14181d; stroke: #333a42 } .grid { stroke: #2a3037 }
-path { stroke: #7d8894 } circle { fill: #7d8894 }
 path.line-ours { stroke: #4dd0c0 } circle.dot-ours { fill: #4dd0c0 }
 }
 """
+#: Of the peers' lines and names; each is readable on both grounds.
+COLOURS = {
+    "Accelerate": "#c2691a",
+    "Gloo": "#5b7fc7",
+    "MPICH": "#9a6fb0",
+    "Open MPI": "#b0842b",
+    "pthread": "#c45a7a",
+}
+OTHER_COLOUR = "#8a939e"
 
 Points = list[tuple[float, float]]
 
@@ -147,16 +155,19 @@ def _panel(left: int, panel: Panel) -> list[str]:
     # Ours last, so that it is drawn on top.
     for name in sorted(panel.lines, key=lambda name: name == OURS):
         points = [(across.place(x), upwards.place(y)) for x, y in sorted(panel.lines[name])]
-        kind = "ours" if name == OURS else "peer"
+        ours, colour = name == OURS, COLOURS.get(name, OTHER_COLOUR)
+        line = 'class="line-ours"' if ours else f'stroke="{colour}"'
+        dot = 'class="dot-ours"' if ours else f'fill="{colour}"'
         path = " L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-        parts.append(f'<path class="line-{kind}" d="M{path}"/>')
-        parts += [
-            f'<circle class="dot-{kind}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points
-        ]
+        parts.append(f'<path {line} d="M{path}"/>')
+        parts += [f'<circle {dot} cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points]
         ends[name] = points[-1][1]
     for name, y in _apart(ends).items():
-        kind = "ours" if name == OURS else ""
-        parts.append(_text(left + PANEL + 9, y + 4, name, kind))
+        place = left + PANEL + 9, y + 4
+        if name == OURS:
+            parts.append(_text(*place, name, "ours"))
+        else:
+            parts.append(_text(*place, name, colour=COLOURS.get(name, OTHER_COLOUR)))
     return parts
 
 
@@ -198,7 +209,9 @@ def _apart(ends: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    style = f' class="{kind}"' if kind else ""
+def _text(
+    x: float, y: float, text: str, kind: str = "", anchor: str = "start", colour: str = ""
+) -> str:
+    style = f' class="{kind}"' if kind else f' style="fill: {colour}"' if colour else ""
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
     return f"<text {place}{style}>{escape(text)}</text>"
