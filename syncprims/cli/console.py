@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TextIO
@@ -34,6 +36,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where the help is, and exit with code 2."""
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        near = difflib.get_close_matches(wrong[1], re.findall(r"\w+", wrong[2]), 1) if wrong else []
+        message += f"; did you mean {near[0]}?" if near else ""
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` says more\n")
 
 

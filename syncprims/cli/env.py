@@ -161,7 +161,9 @@ def _place(topology: Topology, environ: Mapping[str, str]) -> list[tuple[str, st
         "node": (topology.node_rank, topology.num_nodes),
     }
     hosts = "the launcher says so; once the ranks have met, it follows from who shares a host"
-    if any(UNKNOWN in pair for pair in numbers.values()):
+    if topology.launcher == "none":
+        hosts = "a world of one"
+    elif any(UNKNOWN in pair for pair in numbers.values()):
         hosts = "known once the ranks have met: the launcher does not say all"
     use = "the same on all ranks of one run"
     if topology.run_id is None:

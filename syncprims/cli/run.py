@@ -24,6 +24,8 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from syncprims._system.host import count_processors, find_visible_gpus
@@ -49,6 +51,8 @@ def run(options: argparse.Namespace) -> int:
     devices = None if gpus is None else len(gpus)
     plan = plan_launch(merge(flags, file), environ, count_processors(), devices)
     _check_script(plan.command[2], plan.ranks > 1 or bool(plan.torchrun))
+    if plan.command[2] == "-m":
+        _check_module(plan.command[3])
     if plan.torchrun:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -56,6 +60,13 @@ def run(options: argparse.Namespace) -> int:
     from .launcher import launch
 
     return launch(plan, environ)
+
+
+def _check_module(module: str) -> None:
+    """Raise if no rank can find the package of the module; nothing of it is imported here."""
+    package = module.partition(".")[0]
+    if PathFinder.find_spec(package, [os.curdir]) is None and find_spec(package) is None:
+        raise ConfigurationError(f"there is no module {module!r} here, nor in {sys.prefix}")
 
 
 def _check_script(script: str, shared: bool) -> None:

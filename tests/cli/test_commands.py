@@ -59,6 +59,7 @@ def test_a_run_that_was_written_down_starts(tmp_path: Path, clean: dict[str, str
         (["python", "tell.py"], "there is no file python: name the script without Python"),
         (["pytest"], "is it a module, -m pytest?"),
         (["/dev/stdin"], "/dev/stdin is the standard input"),
+        (["-m", "gone.part"], "there is no module 'gone.part' here, nor in "),
     ],
 )
 def test_bad_scripts(tmp_path: Path, clean: dict[str, str], line: list[str], words: str) -> None:
@@ -68,8 +69,15 @@ def test_bad_scripts(tmp_path: Path, clean: dict[str, str], line: list[str], wor
     assert done.stderr.count("\n") == 1
 
 
+def test_a_misspelt_command_is_told_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["rnu", "-n", "2", "train.py"])
+    assert "did you mean run?" in capsys.readouterr().err
+
+
 def test_it_becomes_torchrun_with_what_it_was_told(tmp_path: Path, clean: dict[str, str]) -> None:
     """By a stand-in that tells how it was started."""
+    (tmp_path / "train.py").touch()
     stand_in = tmp_path / "site" / "torch" / "distributed"
     stand_in.mkdir(parents=True)
     (stand_in / "__init__.py").touch()

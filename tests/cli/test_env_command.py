@@ -27,7 +27,8 @@ def shown(environ: dict[str, str]) -> str:
 STARTS: list[tuple[str, dict[str, str], tuple[Any, ...], list[str]]] = [
     ("nothing", {}, ("single", 0, 1),
      ["A world of one would start: backend single", "SYNCPRIMS_BACKEND   not set: auto",
-      "RANK, WORLD_SIZE not set", "SLURM_PROCID, SLURM_STEP_NUM_TASKS not set", "the default"]),
+      "local rank  0 of 1  a world of one", "RANK, WORLD_SIZE not set",
+      "SLURM_PROCID, SLURM_STEP_NUM_TASKS not set", "the default"]),
     ("torchrun", TORCHRUN, ("torch", 5, 8),
      ["Rank 5 of 8 would start: backend torch, started by torchrun", "RANK=5", "WORLD_SIZE=8",
       "torchrun says RANK=5 WORLD_SIZE=8", "takes 'torch' for world_size=8", "1 of 2"]),
