@@ -121,7 +121,7 @@ def report(analysis: Analysis, style: Style) -> list[str]:
         ]
         lines += [f"{len(rest)} more rows: `| cat` shows them"] if rest else []
         lines.append("")
-    rows = [("rank", "host", "rounds", "time", "waiting", "others waited for it", "ended")]
+    rows = [("rank", "host", "rounds", "time", "in rounds", "others waited for it", "ended")]
     for rank in analysis.summaries:
         share = f"{rank.waiting_share:.0%}" if rank.span else ""
         times = seconds_text(rank.span), share, seconds_text(rank.waited_for)
