@@ -727,6 +727,62 @@ def test_what_cannot_be_dealt_is_refused(world: Ranks) -> None:
     assert world.run(program) == [2, 2]
 
 
+class Failing(Stream):
+    """A stream, or data, of which two items cannot be read at first."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.fails = {0, 6}
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.fails:
+            self.fails.remove(index)
+            raise OSError(f"item {index}")
+        return index
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.__getitem__, range(self.length))
+
+
+class FailingData(Dataset[int]):
+    def __init__(self) -> None:
+        self._stream = Failing(16)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> int:
+        return self._stream[index]
+
+
+@in_pairs
+def test_a_batch_that_could_not_be_read_is_asked_again(world: Ranks) -> None:
+    def program() -> list[Any]:
+        found = []
+        for data, how in ((FailingData(), False), (FailingData(), True), (Failing(16), None)):
+            loader: Any = prepare_data_loader(feed(data, batch_size=2), dispatch_batches=how)
+            batches, seen, errors = iter(loader), list[list[int]](), 0
+            while True:
+                try:
+                    batch = next(batches, None)
+                except (OSError, syncprims.PeerFailed):
+                    errors += 1
+                    continue
+                if batch is None:
+                    break
+                seen.append(batch.tolist())
+            assert loader.state_dict()["epoch"] == 1
+            found.append((seen, errors))
+        return found
+
+    for rank, found in enumerate(world.run(program)):
+        wanted = [[x, x + 1] for x in range(2 * rank, 16, 4)]
+        assert found == [(wanted, 1), (wanted, 2), (wanted, 2)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Pair:
     x: torch.Tensor

@@ -6,16 +6,18 @@ import functools
 import itertools
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from conftest import seeds
-from torch.utils.data import DataLoader, TensorDataset
+from support.training_models import Stream
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import syncprims as sp
-from syncprims.testing import Fault, FaultMissed, Join, Kill, run_world
+from syncprims.testing import Fault, FaultMissed, Join, Kill, Point, every_point, run_world
 from syncprims.training import Checkpoints, prepare_data_loader, set_seed
 
 LOST = (sp.PeerLost, sp.PeerFailed)
@@ -142,6 +144,64 @@ def test_a_training_with_losses_computes_as_a_fresh_one(seeds: range) -> None:
             count = 1 + len(more)
             fresh = run_world(functools.partial(train, first, count), first.size)
             assert [step[1:] for step in fresh[0]] == [step[1:] for step in (first, *more)]
+
+
+class Reversed(Sampler[int]):
+    """A sampler of the user's, whose order the ranks compare when an epoch begins."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(23, -1, -1))
+
+    def __len__(self) -> int:
+        return 24
+
+
+#: Loaders whose iterations make rounds.
+IN_ROUNDS: dict[str, Any] = {
+    "stream": lambda: prepare_data_loader(DataLoader(Stream(24), 2), seed=5),
+    "sent": lambda: prepare_data_loader(
+        DataLoader(range(24), 2, shuffle=True), seed=5, dispatch_batches=True  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    ),
+    "own sampler": lambda: prepare_data_loader(
+        DataLoader(range(24), 2, sampler=Reversed()), seed=5  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", IN_ROUNDS)
+def test_an_iteration_in_rounds_survives_a_loss_in_any_of_them(way: str) -> None:
+    """The loop holds one iterator, and asks for its batches where it catches the loss."""
+
+    def program() -> list[list[int]]:
+        loader, taken, change = IN_ROUNDS[way](), list[list[int]](), sp.current().change
+        batches = iter(loader)
+        while True:
+            try:
+                if change is not None:
+                    taken = sp.hand_over(taken, change)
+                    loader.reshard(change)
+                    change = None
+                batch = next(batches, None)
+                if batch is None:
+                    assert next(batches, None) is None, "the epoch is over"
+                    assert loader.state_dict()["epoch"] == 1
+                    return taken
+                sp.barrier("ready")
+                taken = [*taken, *sp.all_gather(batch.tolist())]
+            except LOST:
+                change = sp.reform()
+
+    def check(point: Point) -> None:
+        assert point.error is None
+        assert point.results is not None
+        left = [taken for taken in point.results if taken is not None]
+        assert left == left[:1] * len(left)
+        count = [sum(own.count(item) for own in left[0]) for item in range(24)]
+        assert min(count) == 1, f"lost: {[i for i, n in enumerate(count) if not n]}"
+        assert sum(count) - 24 < 2 * 3, "no more than the padding of the last round"
+
+    for victim in range(3):
+        assert len(every_point(program, Kill(victim), 3, check=check)) > 8
 
 
 def test_model_optimizer_and_schedule_are_handed_over() -> None:

@@ -1,5 +1,8 @@
 """Prepared loaders: each rank its own batches, in an order that can be resumed, on its device."""
 
+# A loader and its iterations are one mechanism in two classes.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import copy
@@ -229,58 +232,7 @@ class PreparedLoader(DataLoader[T]):
             running.resharded, progress.current = True, running
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
-        resumed = self._progress.resume > 0
-        batches = self._iterate(resumed)
-        if resumed:
-            # It ends its epoch even if it is left without a batch: a loader beside it in a `zip`
-            # may have had its last one.
-            next(batches)
-        return batches
-
-    def _iterate(self, resumed: bool) -> Iterator[Any]:
-        """Yield the batches of an epoch; first None, if it was resumed before the loop began."""
-        progress = self._progress
-        epoch = progress.epoch
-        progress.current = cursor = Cursor(self)
-        finished = False
-        self._loaders.open.append(cursor)
-        try:
-            start = progress.begin()
-            if resumed:
-                yield None
-            yield from self._batches(cursor, epoch, start)
-            while cursor.resharded and progress.current is cursor and progress.epoch == epoch:
-                cursor.resharded = False
-                yield from self._batches(cursor, epoch, progress.begin())
-            finished = True
-        finally:
-            self._loaders.leave(cursor)
-            # Where the order is torch's own, an epoch that was left has not been one, as there.
-            ended = finished or progress.seed is not None
-            if ended and progress.current is cursor and not cursor.resharded:
-                left = None if finished else progress.unfinished
-                progress.move(epoch + 1, 0)
-                progress.unfinished = left
-
-    def _batches(self, cursor: Cursor, epoch: int, start: int) -> Iterator[Any]:
-        """Yield the batches of an epoch after its first `start` items, until a reshard."""
-        progress, device, skip = self._progress, self.device, 0 if start else self._skip
-        if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
-            device = None  # batches cannot be anywhere else
-        deal = self._sent if self._plan.dispatch else self._read
-        if progress.current is cursor:
-            progress.unfinished = epoch, start
-        for batch, end in deal(cursor, epoch, start, skip):
-            if progress.current is cursor:
-                progress.samples, progress.at_end = end, cursor.at_end
-            self._loaders.advance(cursor)
-            if device is not None:
-                batch = to_device(batch, device, non_blocking=self._non_blocking)
-            yield batch
-            if cursor.resharded:
-                return
-            if progress.current is cursor:
-                progress.unfinished = epoch, progress.samples
+        return _Iteration(self)
 
     def _read(self, cursor: Cursor, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, int]]:
         """Yield the batches that this rank reads itself, and the positions after them.
@@ -324,6 +276,92 @@ class PreparedLoader(DataLoader[T]):
                 shard.seed, shard.batches = seed, sampling.copy_sampler(shard.batch_sampler)
                 sampling.seed_generators(shard.batches, seed, epoch)
         return iter(loader)
+
+
+class _Iteration(Iterator[Any]):
+    """One epoch of a prepared loader.
+
+    It survives an exception, a lost peer for example: the next call asks again for the batch that
+    did not come. After a reshard it goes on with the new batches of this rank.
+    """
+
+    def __init__(self, loader: PreparedLoader[Any]) -> None:
+        self._loader = loader
+        self._cursor: Cursor | None = None  # before the first batch
+        self._dealt: Iterator[tuple[Any, int]] | None = None  # to be begun at the position
+        self._over = False
+        self._epoch = self._position = 0  # the position after the latest batch
+        device = loader.device
+        on_cpu = device is not None and device.type == "cpu"
+        # Without an accelerator, batches cannot be anywhere else.
+        self._device = None if on_cpu and not torch.accelerator.is_available() else device
+        if loader._progress.resume:
+            # It ends its epoch even if it is left without a batch: a loader beside it in a `zip`
+            # may have had its last one.
+            self._begin()
+
+    def _begin(self) -> Cursor:
+        loader, progress = self._loader, self._loader._progress
+        progress.current = self._cursor = cursor = Cursor(loader)
+        loader._loaders.open.append(cursor)
+        self._epoch, self._position = progress.epoch, progress.begin()
+        return cursor
+
+    def __next__(self) -> Any:
+        loader, progress = self._loader, self._loader._progress
+        cursor = self._begin() if self._cursor is None else self._cursor
+        if cursor.resharded and not self._over:
+            self._dealt = None
+            if progress.current is not cursor or progress.epoch != self._epoch:
+                self._end(finished=True)
+            else:
+                cursor.resharded, self._position = False, progress.begin()
+        if self._over:
+            raise StopIteration
+        if progress.current is cursor:
+            progress.unfinished = self._epoch, self._position
+        try:
+            if self._dealt is None:
+                deal = loader._sent if loader._plan.dispatch else loader._read
+                skip = 0 if self._position else loader._skip
+                self._dealt = deal(cursor, self._epoch, self._position, skip)
+            batch, end = next(self._dealt, _NO_BATCH)
+            if self._device is not None:
+                batch = to_device(batch, self._device, non_blocking=loader._non_blocking)
+        except BaseException:
+            self._dealt = None
+            if progress.seed is None:  # torch's own order cannot be begun again in the middle
+                self._end(finished=False)
+            raise
+        if end < 0:
+            self._end(finished=True)
+            raise StopIteration
+        self._position = end
+        if progress.current is cursor:
+            progress.samples, progress.at_end = end, cursor.at_end
+        loader._loaders.advance(cursor)
+        return batch
+
+    def _end(self, *, finished: bool) -> None:
+        """End the epoch, which is finished, or was left by ``break`` or an exception."""
+        cursor, progress = self._cursor, self._loader._progress
+        self._over, self._dealt = True, None
+        if cursor is None:
+            return
+        self._loader._loaders.leave(cursor)
+        # Where the order is torch's own, an epoch that was left has not been one, as there.
+        ended = finished or progress.seed is not None
+        if ended and progress.current is cursor and not cursor.resharded:
+            left = None if finished else progress.unfinished
+            progress.move(self._epoch + 1, 0)
+            progress.unfinished = left
+
+    def __del__(self) -> None:
+        if not self._over:
+            self._end(finished=False)
+
+
+_NO_BATCH: Any = None, -1
 
 
 @dataclass
@@ -507,5 +545,5 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     if not isinstance(loader, PreparedLoader):
         return _Skipped(loader, num_batches)
     view = copy.copy(loader)
-    view._skip += num_batches  # pyright: ignore[reportPrivateUsage]
+    view._skip += num_batches
     return view
