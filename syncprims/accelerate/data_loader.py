@@ -35,8 +35,6 @@ def prepare_data_loader(
     `options` are other fields of :class:`DataLoaderConfiguration`; Accelerate's about ranks and
     random numbers mean nothing here.
     """
-    if dispatch_batches is None and not put_on_device:
-        dispatch_batches = False
     config = DataLoaderConfiguration(split_batches, dispatch_batches, **options)
     return _prepare(dataloader, device=device if put_on_device else None, **loader_options(config))
 

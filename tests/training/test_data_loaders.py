@@ -43,6 +43,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import syncprims
+from syncprims.accelerate.data_loader import prepare_data_loader as accelerate_prepare
 from syncprims.testing import run_world
 from syncprims.training import (
     load_state,
@@ -175,7 +176,7 @@ def tables() -> list[torch.Tensor]:
 @on_every_rank
 def test_metrics_of_items_without_batches_are_gathered_whole() -> None:
     """An item may have many rows: rows and items are not the same."""
-    job = new_job(dispatch_batches=False)
+    job = new_job()
     seen: list[Any] = []
     for data in (tables(), Tables()):
         rows, means, texts = [], [], []
@@ -403,6 +404,179 @@ class WithArguments(DataLoader[int]):
 
 class DerivedFromIt(WithArguments):
     pass
+
+
+class Moved(DataLoader[int]):
+    """Changes each batch, in a constructor and an iteration of its own."""
+
+    def __init__(self, count: int, **options: Any) -> None:
+        super().__init__(range(count), batch_size=2, **options)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+        self.by = 100
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch + self.by
+
+
+class Ahead(Moved):
+    """Reads a batch ahead, as loaders do that copy to a GPU meanwhile."""
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        held = next(batches)
+        for batch in batches:
+            yield held
+            held = batch
+        yield held
+
+
+class AfterAll(Moved):
+    """Changes what torch's iterator gives, and not the iteration."""
+
+    def __iter__(self) -> Any:
+        return DataLoader.__iter__(self)
+
+    def _get_iterator(self) -> Any:
+        return (batch + self.by for batch in super()._get_iterator())
+
+
+@in_pairs
+def test_an_iteration_of_a_class_is_kept(world: Ranks) -> None:
+    def program() -> None:
+        rank = syncprims.get_rank()
+        for kind, workers in ((Moved, 0), (Ahead, 0), (AfterAll, 0), (Ahead, 1)):
+            plain = kind(18, num_workers=workers, persistent_workers=bool(workers))
+            plain.by = 200
+            list(plain)
+            loader: Any = prepare_data_loader(plain)
+            states, seen = [], []
+            for batch in loader:
+                seen.append(batch.tolist())
+                states.append(loader.state_dict())
+            wanted = [[200 + x, 201 + x] for x in range(2 * rank, 18, 4)]
+            assert seen == (wanted if rank == 0 else [*wanted, [200, 201]])
+            assert [state["samples"] for state in states] == [4, 8, 12, 16, 18]
+            assert [state.get("at_end", False) for state in states] == [False] * 4 + [True]
+            loader.load_state_dict(states[1])
+            assert items(list(loader)) == seen[2:]
+            assert len(items(list(plain))) == 9, "the user's loader is left alone"
+
+    world.run(program)
+
+
+class Repeating:
+    """Begins the sampler again and again."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.sampler
+
+
+class Endless(Moved):
+    """Keeps one iteration, so that its workers live between epochs."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        object.__setattr__(self, "batch_sampler", Repeating(self.batch_sampler))
+        self.held: Any = DataLoader.__iter__(self)
+
+    def __len__(self) -> int:
+        sampler: Any = self.batch_sampler
+        return len(sampler.sampler)
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            yield next(self.held)
+
+
+class EndlessLater(Endless):
+    """Begins it with its first epoch."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.held = None
+
+    def __iter__(self) -> Any:
+        self.held = self.held or DataLoader.__iter__(self)
+        return super().__iter__()
+
+
+class Halves(Moved):
+    def __iter__(self) -> Any:
+        return (half for batch in super().__iter__() for half in batch)
+
+
+class Few(Moved):
+    def __iter__(self) -> Any:
+        return itertools.islice(super().__iter__(), 1)
+
+
+class Filtered(Moved):
+    def __iter__(self) -> Any:
+        return (batch for batch in super().__iter__() if batch[0] > 104)
+
+
+class FromOther(Moved):
+    def __iter__(self) -> Any:
+        return iter(DataLoader(self.dataset, batch_size=2))
+
+
+@in_pairs
+def test_an_iteration_that_goes_its_own_way_is_refused(world: Ranks) -> None:
+    def program() -> None:
+        for kind in (Endless, EndlessLater, Halves, Few, Filtered, FromOther):
+            with pytest.raises(syncprims.ConfigurationError, match=rf"{kind.__name__}\.__iter__"):
+                list(prepare_data_loader(kind(16)))
+
+    world.run(program)
+
+
+class OwnStream(IterableDataset[int]):
+    """A part of the data on each rank, one longer than on the rank before."""
+
+    def __iter__(self) -> Iterator[int]:
+        begin, worker = 100 * syncprims.get_rank(), get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter(range(begin + first, begin + 5 + syncprims.get_rank(), step))
+
+
+@in_pairs
+def test_each_rank_may_read_a_stream_of_its_own(world: Ranks) -> None:
+    def program() -> None:
+        rank = syncprims.get_rank()
+        mine = [*range(100 * rank, 100 * rank + 5 + rank)]
+        plain = feed(OwnStream(), batch_size=2)
+        working = feed(OwnStream(), batch_size=2, num_workers=2)
+        loaders = [
+            *(prepare_data_loader(one, dispatch_batches=False) for one in (plain, working)),
+            new_job(dispatch_batches=False).prepare(plain),
+        ]
+        for loader in loaders:
+            batches, states = [], []
+            for batch in loader:
+                batches.append(batch.tolist())
+                states.append(loader.state_dict())
+            assert sorted(x for batch in batches for x in batch) == mine
+            assert states[0]["samples"] == 2 * world.ranks
+            ends = [state.get("at_end", False) for state in states]
+            assert ends == [False] * (len(batches) - 1) + [True]
+            loader.load_state_dict(states[0])
+            assert items(list(loader)) == batches[1:]
+            assert items(list(skip_first_batches(loader, 1))) == batches[1:]
+            with pytest.raises(ValueError, match="a stream of each rank's own divides"):
+                loader.reshard(change_to((0, 1), 0))
+            with pytest.raises(ValueError, match="cannot begin at 3"):
+                loader.load_state_dict({**states[0], "samples": 3})
+        with pytest.raises(ValueError, match="leave one of the two out"):
+            prepare_data_loader(plain, dispatch_batches=False, split_batches=True)
+        dealt = [accelerate_prepare(plain), accelerate_prepare(plain, put_on_device=True)]
+        common = items(list(new_job().prepare(plain)))
+        assert [items(list(loader)) for loader in dealt] == [common, common]
+
+    world.run(program)
 
 
 @alone
@@ -649,7 +823,7 @@ def test_what_a_loader_cannot_deal_again_is_refused() -> None:
         place = {"num_replicas": 3, "rank": syncprims.get_rank()}
         sampler: Any = DistributedSampler(range(12), seed=3, **place)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         loader = prepare_data_loader(feed(range(12), sampler=sampler))
-        with pytest.raises(ValueError, match="DistributedSampler"):
+        with pytest.raises(ValueError, match="a DistributedSampler divides the data"):
             loader.reshard(change)
         with pytest.raises(ValueError, match="cannot begin at 4"):
             loader.load_state_dict({**loader.state_dict(), "samples": 4})

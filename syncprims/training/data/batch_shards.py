@@ -11,7 +11,7 @@ repeats its own items where it must.
 A position in an epoch is the number of items that all ranks have taken together. What follows it
 can be dealt to any number of ranks.
 
-A stream is read by rank 0, which sends the others their batches.
+A stream is read by rank 0, which sends the others their batches, or by each rank for itself.
 """
 
 from __future__ import annotations
@@ -203,12 +203,13 @@ def dispatch(
 
     left: Iterator[Round] | None = None
 
-    @on_main(share=True)
     def read() -> Round | None:
         nonlocal left
         left = rounds() if left is None else left
         return next(left, None)
 
+    if plan.ranks > 1:
+        read = on_main(share=True)(read)
     while (found := read()) is not None:
         if plan.rank < len(found.parts):
             yield found.parts[plan.rank], found.real, found.end

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, TypeVar
@@ -16,7 +16,7 @@ import torch
 from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset
 
-from syncprims import Change, broadcast, get_rank, get_world_size
+from syncprims import Change, ConfigurationError, broadcast, get_rank, get_world_size
 from syncprims.training.pytree import to_device
 from syncprims.training.rng import epoch_generator
 
@@ -112,7 +112,8 @@ class PreparedLoader(DataLoader[T]):
         self._skip_finished = skip_finished
         shard: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._shard: BatchShard | None = shard if isinstance(shard, BatchShard) else None
-        self._shards_itself = False  # each rank's sampler has a share of the data only
+        # Each rank's sampler, or stream, has a share of the data only.
+        self._shards_itself = self._shard is None and not plan.dispatch
         if self._shard is not None:
             self._shards_itself = sampling.is_sharded(shard.batch_sampler)
             self._epochs = EpochSetter(shard.batch_sampler)
@@ -125,7 +126,9 @@ class PreparedLoader(DataLoader[T]):
 
     def __len__(self) -> int:
         loader, plan, shard = self.loader, self._plan, self._shard
-        if shard is None:
+        if shard is None and self._shards_itself:
+            count = len(loader)
+        elif shard is None:
             count = plan.share_of(len(loader), loader.batch_size or 1, self.total_dataset_length)
         else:
             count = shard.share_of(plan) if plan.dispatch else len(shard)
@@ -177,6 +180,9 @@ class PreparedLoader(DataLoader[T]):
             raise RuntimeError(f"{what}; prepare it with {how}")
         return self._progress.seed
 
+    def _own_shares(self) -> str:
+        return "a DistributedSampler" if self._shard is not None else "a stream of each rank's own"
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue in the next iteration where `state` was taken, with the very next batch.
 
@@ -189,7 +195,7 @@ class PreparedLoader(DataLoader[T]):
         """
         samples = state["samples"]
         if self._shards_itself and samples % get_world_size():
-            what = f"a DistributedSampler of {get_world_size()} ranks cannot begin at {samples}"
+            what = f"{self._own_shares()} of {get_world_size()} ranks cannot begin at {samples}"
             raise ValueError(f"{what}; let the loader shard the data")
         progress = self._progress
         progress.seed = state["seed"]
@@ -217,7 +223,8 @@ class PreparedLoader(DataLoader[T]):
         seed, epoch, samples, before, size, cut = broadcast(own, change.furthest, name="reshard")
         rank, ranks = get_rank(), get_world_size()
         if self._shards_itself:
-            raise ValueError("a DistributedSampler is for one number of ranks; leave it out")
+            what = f"{self._own_shares()} divides the data for the {before} ranks before"
+            raise ValueError(f"reshard(): {what}; let the loader shard the data")
         if before != ranks and (keep == "global") != old.split:
             whole = (size or 0) * (ranks if old.split else before)
             cut, rest = divmod(whole, before if old.split else ranks)
@@ -242,22 +249,41 @@ class PreparedLoader(DataLoader[T]):
         """
         shard: Any = self._shard
         each = self._plan.ranks if self._shards_itself else 1  # ranks for which the sampler counts
-        batches = self._begin(epoch, start // each, skip)
-        drawn = shard.latest
-        for number, batch in enumerate(batches, skip):
+        drawn: Any = None
+        for number, batch in enumerate(self._begin(epoch, start // each, skip), skip):
+            drawn = drawn or shard.latest  # only now: a loader's own __iter__ may be a generator
+            if number not in drawn.rounds:
+                raise self._refuse_iteration("a batch that its sampler has not given")
             cursor.real, end = drawn.rounds.pop(number)
             cursor.at_end, cursor.single = number + 1 == drawn.count, shard.single
             yield batch, end * each
+        if drawn is not None and not cursor.at_end:
+            raise self._refuse_iteration("fewer batches than its sampler")
+
+    def _refuse_iteration(self, what: str) -> ConfigurationError:
+        name = f"{type(self.loader).__name__}.__iter__()"
+        how = "It may change the batches of DataLoader.__iter__(), but not their number or order"
+        other = "a plain DataLoader with persistent_workers=True keeps its workers between epochs"
+        return ConfigurationError(
+            f"{name} gave {what}, so no rank knows its position in the data. {how}; {other}"
+        )
 
     def _sent(self, cursor: Cursor, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, int]]:
-        """Yield the batches that rank 0 reads and sends, and the positions after them."""
+        """Yield the batches that rank 0 reads and sends, and the positions after them.
+
+        A stream of each rank's own is read in the same way, and not sent.
+        """
         plan, single = self._plan, self.loader.batch_sampler is None
+        each = 1
+        if self._shards_itself:
+            each, plan = plan.ranks, ShardPlan(0, 1)
         sent = dispatch(
-            lambda: self._begin(epoch), plan, self._size, single=single, start=start, skip=skip
-        )
+            lambda: self._begin(epoch), plan, self._size,
+            single=single, start=start // each, skip=skip,
+        )  # fmt: skip
         cursor.single = single and not plan.split
         for (batch, cursor.real, end), cursor.at_end in with_last(sent):
-            yield batch, end
+            yield batch, end * each
 
     def _begin(self, epoch: int, start: int = 0, skip: int = 0) -> Iterator[Any]:
         """Return the batches of `epoch`; those that are left out are not read if possible."""
@@ -322,7 +348,8 @@ class _Iteration(Iterator[Any]):
             progress.unfinished = self._epoch, self._position
         try:
             if self._dealt is None:
-                deal = loader._sent if loader._plan.dispatch else loader._read
+                is_sent = loader._plan.dispatch or loader._shard is None
+                deal = loader._sent if is_sent else loader._read
                 skip = 0 if self._position else loader._skip
                 self._dealt = deal(cursor, self._epoch, self._position, skip)
             batch, end = next(self._dealt, _NO_BATCH)
@@ -397,7 +424,7 @@ def prepare_data_loader(
     seed: int | None = None,
     loaders: OpenLoaders | None = None,
     non_blocking: bool = False,
-    dispatch_batches: bool | None = False,
+    dispatch_batches: bool | None = None,
     order: str = "seeded",
     skip_finished: bool = False,
 ) -> PreparedLoader[T]:
@@ -408,9 +435,11 @@ def prepare_data_loader(
     With `split_batches` each batch is cut into one part per rank instead: the batch size is that of
     all ranks together. Shuffling follows from `seed` and the epoch, the same on all ranks; without
     a seed, rank 0's generator gives one. A sampler that shards by itself is used as it is. With
-    `dispatch_batches` rank 0 reads and sends the others their batches. A stream is read so in
-    every case.
+    `dispatch_batches` rank 0 reads and sends the others their batches. None means True for a
+    stream. With False each rank reads a stream of its own, whole: they may end apart.
 
+    :raises ConfigurationError: in an epoch, if the loader's own ``__iter__`` gives other batches
+        than those of its sampler.
     :raises ValueError: if batches cannot be cut as asked; if rank 0 is to read from a sampler that
         shards by itself; if workers yield batches in any order (``in_order=False``).
     :raises RankMismatch: in an epoch, if a sampler of your own gives the ranks different orders.
@@ -418,8 +447,12 @@ def prepare_data_loader(
     if isinstance(loader, PreparedLoader):
         return loader
     ranks = get_world_size()
-    dispatched = dispatch_batches or isinstance(getattr(loader, "dataset", None), IterableDataset)
+    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    dispatched = is_stream if dispatch_batches is None else dispatch_batches
     _check(loader, dispatched=dispatched and ranks > 1)
+    if is_stream and split_batches and not dispatched:
+        what = "split_batches: a stream of each rank's own (dispatch_batches=False) has no batches"
+        raise ValueError(f"{what} of all ranks; leave one of the two out")
     drop_last = loader.drop_last
     plan = ShardPlan(get_rank(), ranks, even_batches, split_batches, drop_last, dispatched)
     generator = None
@@ -480,23 +513,17 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan, seed: int | None = None) ->
 
     With `seed` a random sampler gets torch's order for that seed.
     """
+    mine = copy.copy(loader)  # of the same class, whose constructor may take other arguments
+    own = vars(mine)  # torch refuses to set these attributes
+    own["_iterator"] = None  # workers that persist stay those of `loader`
     if isinstance(loader.dataset, IterableDataset):
-        return copy.copy(loader)
-    names = _KEPT + (_KEPT_WITH_WORKERS if loader.num_workers else ())
-    options: dict[str, Any] = {n: getattr(loader, n) for n in names if hasattr(loader, n)}
-    kind: Callable[..., DataLoader[T]] = type(loader)
-    if type(loader).__init__ is not DataLoader.__init__:
-        kind = DataLoader  # a subclass may have a constructor with other arguments
-    batched = loader.batch_sampler is not None
-    sampler: Any = loader.batch_sampler if batched else loader.sampler
-    if seed is not None:
-        sampler = _make_seedable(sampler, seed)
+        return mine
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = own[name] if seed is None else _make_seedable(own[name], seed)
     if plan.dispatch or sampling.is_sharded(sampler):
         plan = ShardPlan(0, 1, plan.even)
-    shard = BatchShard(sampler, plan)
-    if batched:
-        return kind(loader.dataset, batch_sampler=shard, **options)
-    return kind(loader.dataset, batch_size=None, sampler=shard, **options)
+    own[name] = BatchShard(sampler, plan)
+    return mine
 
 
 def _make_seedable(sampler: Any, seed: int) -> Any:
@@ -509,13 +536,6 @@ def _make_seedable(sampler: Any, seed: int) -> Any:
     inner = getattr(sampler, "sampler", None)
     seedable = inner if inner is None else _make_seedable(inner, seed)
     return sampler if seedable is inner else sampling.with_inner(sampler, seedable)
-
-
-_KEPT = (
-    "generator", "num_workers", "collate_fn", "pin_memory", "worker_init_fn",
-    "multiprocessing_context", "pin_memory_device",
-)  # fmt: skip
-_KEPT_WITH_WORKERS = ("prefetch_factor", "persistent_workers", "timeout")
 
 
 class _Skipped:
