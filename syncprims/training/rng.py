@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils.worker import _generate_state  # pyright: ignore[reportPrivateUsage]
 
 from syncprims import current, get_local_world_size
 from syncprims._world.world import process_number
@@ -30,11 +32,49 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
-def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """Return a new torch generator that is a function of `seed` and `epoch`."""
-    # The factors keep pairs apart: seed 1 in epoch 0 is not seed 0 in epoch 1.
-    mixed = seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9
-    return torch.Generator().manual_seed(mixed % (1 << 63))
+#: They keep tuples of numbers apart: seed 1 in epoch 0 is not seed 0 in epoch 1.
+_FACTORS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93
+
+
+def mix(*numbers: int) -> int:
+    """Return a seed that is a function of a seed, an epoch, a rank and a position."""
+    return sum(a * b for a, b in zip(numbers, _FACTORS, strict=False)) % (1 << 63)
+
+
+def epoch_generator(seed: int, epoch: int, rank: int = 0) -> torch.Generator:
+    """Return a new torch generator that is a function of `seed`, `epoch` and `rank`."""
+    return torch.Generator().manual_seed(mix(seed, epoch, rank))
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """Return what torch draws as the seed of a loader's workers."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+class WorkerSeed:
+    """Seeds the generators of a loader's worker that receives it, and is `index` there.
+
+    By default the numbers are those that torch gives a new worker for this `seed`. With an index
+    they are the same in each worker.
+    """
+
+    def __init__(self, seed: int, index: Any = None) -> None:
+        self._seed = seed
+        self._index = index
+
+    def __reduce__(self) -> Any:
+        return _seed_worker, (self._seed, self._index)
+
+
+def _seed_worker(seed: int, index: Any) -> Any:
+    info = get_worker_info()
+    if info is not None:
+        worker = info.id if index is None else 0
+        random.seed(seed + worker)
+        torch.default_generator.manual_seed(seed + worker)
+        np.random.seed(_generate_state(seed, worker))  # type: ignore[no-untyped-call]
+        object.__setattr__(info, "seed", seed + worker)  # which refuses to be set
+    return index
 
 
 def seeded_cpu(generator: torch.Generator) -> CpuStates:

@@ -24,6 +24,7 @@ import torch
 
 from syncprims import assert_same, on_main
 from syncprims.training.pytree import as_mapping_type, batch_length, map_tensors, tensors_of
+from syncprims.training.rng import WorkerSeed, mix
 
 from .sampling import SEEDED, draw, has_type
 
@@ -90,6 +91,7 @@ class BatchShard:
         self.seeded = True  #: the order follows from seed and epoch, else from torch's generators
         self.latest = Draw()  #: of the iteration that began last
         self.single = False  #: each rank gets one index at a time, and not a list of them
+        self.worker_rank: int | None = None  #: with it, each batch seeds the worker that reads it
         if plan.split and self.batch_size is not None and self.batch_size % plan.ranks:
             what = f"split_batches: {plan.ranks} ranks cannot share a batch of {self.batch_size}"
             raise ValueError(f"{what}; choose a multiple of {plan.ranks}")
@@ -132,6 +134,8 @@ class BatchShard:
             self.single = not _is_batch(part)
             drawn.rounds[number] = each.real, each.end
             drawn.count = number + 1 if is_last else None
+            if self.worker_rank is not None:
+                part = WorkerSeed(mix(self.seed, self.epoch, self.worker_rank, each.end), part)
             yield part
 
     def _checked(self) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from syncprims import Change, ConfigurationError, broadcast, get_rank, get_world_size
 from syncprims.training.pytree import to_device
-from syncprims.training.rng import epoch_generator
+from syncprims.training.rng import WorkerSeed, draw_seed, epoch_generator
 
 from . import sampling
 from .batch_shards import BatchShard, ShardPlan, dispatch, with_last
@@ -112,6 +112,7 @@ class PreparedLoader(DataLoader[T]):
         self._skip_finished = skip_finished
         shard: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._shard: BatchShard | None = shard if isinstance(shard, BatchShard) else None
+        self._worker_generator = loader.generator  # draws torch's own seeds of workers
         # Each rank's sampler, or stream, has a share of the data only.
         self._shards_itself = self._shard is None and not plan.dispatch
         if self._shard is not None:
@@ -288,10 +289,9 @@ class PreparedLoader(DataLoader[T]):
     def _begin(self, epoch: int, start: int = 0, skip: int = 0) -> Iterator[Any]:
         """Return the batches of `epoch`; those that are left out are not read if possible."""
         seed, loader, shard = self._progress.seed, self.loader, self._shard
-        if seed is not None:
-            loader.generator = epoch_generator(seed, epoch)  # torch's own stays as it is
-        elif self._generator is not None:
+        if seed is None and self._generator is not None:
             self._generator.set_state(broadcast(self._generator.get_state()))
+        self._seed_workers(seed, epoch)
         dataset: Any = loader.dataset
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(epoch)
@@ -301,7 +301,26 @@ class PreparedLoader(DataLoader[T]):
             if seed is not None:
                 shard.seed, shard.batches = seed, sampling.copy_sampler(shard.batch_sampler)
                 sampling.seed_generators(shard.batches, seed, epoch)
+                by_batch = loader.worker_init_fn is None and _iterates_as_torch(loader)
+                shard.worker_rank = self._plan.rank if by_batch and loader.num_workers else None
         return iter(loader)
+
+    def _seed_workers(self, seed: int | None, epoch: int) -> None:
+        """Give workers numbers of their own on each rank: torch seeds them from the generator."""
+        loader, rank = self.loader, self._plan.rank
+        running: Any = getattr(loader, "_iterator", None)  # of workers that persist
+        if seed is not None:
+            loader.generator = epoch_generator(seed, epoch, rank)  # torch's own stays as it is
+            if running is not None:  # torch sends them this attribute when an epoch begins
+                running._shared_seed = WorkerSeed(draw_seed(loader.generator))
+        elif rank and loader.num_workers and running is None:
+            loader.generator = epoch_generator(draw_seed(self._worker_generator), 0, rank)
+
+
+def _iterates_as_torch(loader: DataLoader[Any]) -> bool:
+    """Return whether its indices go to its workers as torch sends them."""
+    names = ("__iter__", "_get_iterator")
+    return all(getattr(type(loader), name) is getattr(DataLoader, name) for name in names)
 
 
 class _Iteration(Iterator[Any]):
