@@ -534,6 +534,41 @@ def test_ranks_may_run_out_of_data(steps: int, main_is_last: bool) -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9 ** (6 // steps))
 
 
+@everywhere
+def test_without_padding_a_weighted_epoch_is_that_of_one_process(world: Ranks) -> None:
+    """As `training.md` does it. The last round has 4 of 8 items, so some ranks have none."""
+
+    def train(steps: int) -> list[float]:
+        accumulator, model = Accumulator(steps), small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = feed(rows(52), batch_size=8 // world.ranks)
+        model, optimizer, loader = prepare(
+            model, optimizer, loader, accumulator=accumulator, even_batches=False
+        )
+        for _ in range(2):
+            with join_uneven_inputs(accumulator):
+                for x, y in loader:
+                    with accumulator.accumulate(model):
+                        accumulator.backward((model(x) - y).square().sum(), weight=len(x))
+                        optimizer.step()
+                        optimizer.zero_grad()
+        return numbers(model)
+
+    def train_alone(steps: int) -> list[float]:
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for first in [*range(0, 52, 8 * steps)] * 2:
+            x, y = rows(52)[first : first + 8 * steps]
+            (model(x) - y).square().sum(1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return numbers(model)
+
+    wanted = [train_alone(steps) for steps in (1, 3)]
+    for found in world.run(lambda: [train(steps) for steps in (1, 3)]):
+        assert all(map(close, found, wanted))
+
+
 @in_pairs
 def test_running_means_go_on_with_the_ranks_that_train(world: Ranks) -> None:
     def program() -> float:
