@@ -178,7 +178,7 @@ class World:
         self._end(self, error)
 
     def open_process_group(self) -> bool:
-        """Return whether ``torch.distributed`` has its default group now: unless there is one rank.
+        """Return True: ``torch.distributed`` has its default group of all ranks now, also of one.
 
         On the torch backends it is Gloo's or NCCL's. On the others its collectives are rounds of
         this library. Collective: all ranks call it. A group that the program has initialized itself
@@ -187,8 +187,6 @@ class World:
         :raises BackendUnavailable: if torch is not installed.
         :raises ConfigurationError: in a test whose ranks are threads, without ``torch=True``.
         """
-        if self.world_size == 1:
-            return False
         if not self._backend.has_process_group:
             try:
                 import_module("syncprims.c10d").open_default_group(self, self._at_end)

@@ -127,7 +127,8 @@ class PartialState(RankCalls):
         self.__dict__ = world.extras.setdefault(_STATE, {})
         if (timeout := options.get("timeout")) is not None:
             set_world_timeout(world, timeout.total_seconds())
-        if "backend" in options:  # the program uses the group itself, as transformers' Trainer does
+        # The program uses the group itself, as transformers' Trainer does.
+        if "backend" in options and world.world_size > 1:
             world.open_process_group()
         if not self.__dict__:
             self.device: torch.device = rank_device(cpu=cpu)

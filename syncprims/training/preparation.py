@@ -92,7 +92,7 @@ class Preparation:
     def __post_init__(self) -> None:
         # With a group of Gloo or NCCL models are wrapped in DDP, which averages gradients while
         # they are computed. One of ours would be slower than the average at the step.
-        if has_torch_engine(current()):
+        if get_world_size() > 1 and has_torch_engine(current()):
             current().open_process_group()
 
     def model(self, model: nn.Module, *, wrap: bool = True) -> nn.Module:

@@ -17,14 +17,16 @@ from support.rank_worlds import Died, Kind, Ranks, Scripts, Signs, served_store
 import syncprims as sp
 
 
-def test_a_world_says_whether_there_is_one(world: Ranks, kind: Kind) -> None:
-    def program() -> tuple[bool, str]:
+def test_every_world_has_one_also_of_one_rank(world: Ranks, kind: Kind) -> None:
+    def program() -> tuple[bool, int, str]:
+        import torch.distributed as dist
+
         opened = sp.current().open_process_group()
-        return opened, sp.broadcast("goes on")
+        return opened, dist.get_world_size(), sp.broadcast("goes on")
 
     if kind.backend == "threads":
         pytest.skip("its ranks share torch's groups, unless torch=True")
-    assert world.run(program) == [(kind.ranks > 1, "goes on")] * kind.ranks
+    assert world.run(program) == [(True, kind.ranks, "goes on")] * kind.ranks
 
 
 @pytest.mark.parametrize("kind", [Kind("torch", 4), Kind("torch", 4, 2), Kind("file", 4)], ids=str)
