@@ -188,7 +188,8 @@ class PreparedScheduler:
     """Wraps a schedule: `step` does nothing if its optimizer did not step.
 
     That is so between windows, and after a step that was skipped for an overflow. It advances by
-    `advance`, whatever the number of ranks. With `follow` False it advances at every call, and is
+    `advance`, whatever the number of ranks, and by one in a call with an argument, such as the
+    metric of ``ReduceLROnPlateau``. With `follow` False it advances at every call, and is
     wrapped only to be saved with the rest. With `to_end` it stays at the end of a schedule that has
     one, as `OneCycleLR`. Everything else is that of :attr:`scheduler`.
     """
@@ -235,7 +236,8 @@ class PreparedScheduler:
             self._seen = optimizer.steps_taken, optimizer.steps_skipped
             if optimizer.steps_skipped > skipped and optimizer.steps_taken == taken:
                 return
-        for _ in range(self._advance):
+        # An argument is a metric, which counts once, or the new position.
+        for _ in range(1 if args or kwargs else self._advance):
             total = getattr(self.scheduler, "total_steps", None) if self._to_end else None
             if total is None or self.scheduler._step_count <= total:
                 self.scheduler.step(*args, **kwargs)

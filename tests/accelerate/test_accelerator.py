@@ -68,6 +68,23 @@ def test_a_job_goes_on_where_it_was_saved(world: Ranks, together: bool, tmp_path
     assert world.run(lambda: job(None, True)) == whole
 
 
+@everywhere
+@on_every_rank
+def test_a_schedule_that_takes_a_metric_counts_each_call_once() -> None:
+    job = new_job()
+    plain = torch.optim.SGD(small_model().parameters(), lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(plain, patience=2)
+    optimizer, schedule = job.prepare(plain, plateau)
+    rates = []
+    for _ in range(4):
+        optimizer.step()
+        schedule.step(1.0)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [1.0, 1.0, 1.0, 0.1]
+    schedule.step(metrics=0.5)
+    assert (plateau.best, plateau.num_bad_epochs, plateau.last_epoch) == (0.5, 0, 5)
+
+
 @alone
 @on_every_rank
 def test_prepare_keeps_order_and_hands_on_what_it_does_not_know() -> None:
