@@ -514,12 +514,12 @@ class AccumulationWindow:
         waiting = self.passes and not self.sync
         sums = [(self._weighted, self._items)] if waiting else []
         sums = [part for parts in all_gather(sums, name="flush") for part in parts]
+        if len({weighted for weighted, _ in sums}) > 1:  # then no step passes
+            raise ValueError("flush(): some ranks have losses with a weight, others without one")
         self.sync = bool(sums)
         if not sums:
             self.count = 0
             return False
-        if len({weighted for weighted, _ in sums}) > 1:
-            raise ValueError("flush(): some ranks have losses with a weight, others without one")
         self._factor = _mean_factor(sum(items for _, items in sums))
         self._scale(self._factor)
         average_gradients(self.parameters)

@@ -85,6 +85,40 @@ def test_the_tail_of_any_iterator_weighs_what_it_holds_when_flushed() -> None:
     assert seen == [1.0, -2.0, 1.0, -4.0]
 
 
+@with_others
+@on_every_rank
+def test_a_flush_refuses_weights_that_some_ranks_lack() -> None:
+    accumulator, model = Accumulator(4), unit_model()
+    with accumulator.accumulate(model):
+        accumulator.backward(model(ones()).sum(), weight=2 if syncprims.is_main() else None)
+    with pytest.raises(ValueError, match="some ranks have losses with a weight"):
+        accumulator.flush()
+    assert not accumulator.sync_gradients  # and no step passes
+
+
+@everywhere
+@on_every_rank
+def test_clipping_follows_the_window_that_was_entered_last() -> None:
+    """A model is in two windows: what is clipped is that of the latest micro-batch."""
+    accumulator, one, other = Accumulator(2), unit_model(), unit_model()
+    for micro_batch in range(4):  # the window of `one` alone is full after the second and fourth
+        with accumulator.accumulate(one, other):
+            pass
+        with accumulator.accumulate(one):
+            accumulator.backward(one(100 * ones()).mean())
+            norm = float(accumulator.clip_grad_norm_(one.parameters(), 1.0))
+        full = micro_batch % 2 == 1
+        assert norm == (100.0 if full or micro_batch else 0.0)
+        assert gradient(one) == pytest.approx(1.0 if full else 100.0, rel=1e-5)
+        if full:
+            one.zero_grad()
+    with accumulator.accumulate(one, other):  # half full, and entered last
+        accumulator.backward(one(100 * ones()).mean())
+        accumulator.clip_grad_norm_(one.parameters(), 1.0)
+        accumulator.clip_grad_value_(one.parameters(), 1.0)
+    assert gradient(one) == 100.0
+
+
 @everywhere
 @pytest.mark.parametrize("zero_first", [True, False])
 @on_every_rank
