@@ -18,11 +18,11 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 
 from syncprims._data.partition import split as split_items
 from syncprims._data.reduction import Op
-from syncprims._protocol.validation import Seconds, require
+from syncprims._protocol.validation import Seconds, require, seconds
 from syncprims._world.group import CallOptions, Group, innermost_group
 from syncprims._world.runtime import current, get_active_group, get_host_number, get_topology
 from syncprims._world.sequential import InTurn, MainFirst
-from syncprims._world.world import get_node_group, make_group
+from syncprims._world.world import main_first_on_node, make_group
 
 T = TypeVar("T")
 
@@ -277,7 +277,8 @@ def main_first(
 
     Main is the lowest rank of the group. It does not wait for the others' blocks. If its block
     raises, the others raise `PeerFailed` and no other block runs. With `local`, the first rank of
-    each node goes first, and no node waits for another.
+    each node goes first, and no node waits for another. Blocks may be nested, with `local` and
+    without.
 
     :param name: shown in errors; the same on all members, so that no other call is mistaken for it.
     :param timeout: seconds for main's block, or a `timedelta`; None waits as long as it takes, the
@@ -292,7 +293,7 @@ def main_first(
                 f"main_first(local=True, group={group!r}): local=True selects the group of "
                 f"this node's ranks; pass only one of the two"
             )
-        group = get_node_group(current(timeout))
+        return main_first_on_node(current(timeout), name, seconds(timeout))
     members = get_active_group(timeout) if group is None else _checked(group)
     return members.main_first(name=name, timeout=timeout)
 

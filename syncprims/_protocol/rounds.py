@@ -81,7 +81,6 @@ class Rounds:
         self._background, self._tasks = background, background.tasks
         self._pending: dict[int, PendingRound] = {}  # by the number of the round
         self.note = NoteCache().note  #: see there for what it asks of its caller
-        self.inside_main_first = 0  # how many such blocks this rank is in, as the first
         # The calls under way, with the thread and the label of each. A call adds itself first and
         # removes itself last, and only if this rank is still in step. So a call that an exception
         # has ended is found by the next one, whatever interrupted its own handling of that

@@ -8,8 +8,11 @@ import os
 import stat
 import sys
 import time
+from collections.abc import Callable
+from contextvars import ContextVar
 
 from syncprims._protocol.rounds import Rounds, RoundSequence
+from syncprims.errors import PeerFailed
 from syncprims.interface import Label, Note
 
 _LONGEST_DELIVERY = 0.2  # seconds
@@ -20,36 +23,90 @@ class MainFirst:
 
     One round: main posts its note after its block, the others post theirs on arrival and wait. If
     main's block raises, its note says so, and no other block runs.
+
+    Blocks may be nested. While main is in a block, the others wait in it, and come to an inner block
+    later. So main keeps its note of an inner block until it leaves the outer one. If the inner block
+    is of more ranks than the outer one, of one node, then the first ranks of all nodes are in their
+    outer blocks now: they run the inner one at once, among themselves.
     """
 
-    def __init__(self, rounds: Rounds, name: str | None, timeout: float | None) -> None:
+    def __init__(
+        self,
+        rounds: Rounds,
+        name: str | None,
+        timeout: float | None,
+        first_of_nodes: Callable[[], Rounds] | None = None,
+    ) -> None:
+        """With `first_of_nodes`, the group is that of a node, and these are the first of each."""
         self._rounds = rounds
         self._name = name
         # Preparing data takes as long as it takes: the default timeout does not apply.
         self._timeout = math.inf if timeout is None else timeout
+        self._first_of_nodes = first_of_nodes
         self._leads = rounds.rank == rounds.members[0]
         self._label: Label | None = None
+        self._among_first: Rounds | None = None  # the inner block, now
+        self._kept: list[tuple[Rounds, Note, float]] = []  # for rounds that come after this block
 
     def __enter__(self) -> None:
         rounds = self._rounds
-        # While main is in its block, the others wait in theirs. An inner block must not be paired
-        # with an outer one, so it has another name.
-        kind = "main_first" if not rounds.inside_main_first else "main_first inside of main_first"
-        self._label = rounds.note(kind, self._name).label
+        self._label = rounds.note("main_first", self._name).label
+        self._among_first, self._kept = None, []
+        note, outer, members = Note(self._label), _waited_for_by(rounds), set(rounds.members)
+        if outer is not None and outer._first_of_nodes and members > set(outer._rounds.members):
+            first = outer._first_of_nodes()
+            self._among_first = first if members.issuperset(first.members) else None
         if self._leads:
-            rounds.inside_main_first += 1
+            _leading.set((*_leading.get(), self))
+        elif outer is not None and self._among_first is not None:
+            outer._kept.append((rounds, note, self._timeout))
+            self._among_first.meet(note, self._timeout)
         else:
-            rounds.meet(Note(self._label), self._timeout)
+            rounds.meet(note, self._timeout)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not self._leads or self._label is None:
+        rounds, label, among_first = self._rounds, self._label, self._among_first
+        if not self._leads or label is None:
             return
-        self._rounds.inside_main_first -= 1
+        _leading.set(tuple(block for block in _leading.get() if block is not self))
+        outer = _waited_for_by(rounds)
         if error is not None:
-            self._rounds.fail(self._label, error)
-        else:
-            _deliver_output(self._rounds)
-            self._rounds.meet(Note(self._label), self._timeout)
+            if among_first is not None:
+                among_first.fail(label, error)
+            if outer is not None:
+                outer._kept.append((rounds, rounds.failure_note(label, error), self._timeout))
+            else:
+                rounds.fail(label, error)
+            return  # without its own notes: no other rank comes to the blocks inside
+        _deliver_output(rounds)
+        if among_first is not None:
+            among_first.meet(Note(label), self._timeout)
+        for kept in ((rounds, Note(label), self._timeout), *self._kept):
+            if (outer := _waited_for_by(kept[0])) is not None:
+                outer._kept.append(kept)
+            else:
+                _meet(*kept)
+
+
+#: The blocks that this code runs in as their first rank, the innermost last.
+_leading: ContextVar[tuple[MainFirst, ...]] = ContextVar("syncprims_main_first", default=())
+
+
+def _meet(rounds: Rounds, note: Note, timeout: float) -> None:
+    try:
+        rounds.meet(note, timeout)
+    except PeerFailed as failed:
+        # That main has failed in an inner block, this rank has raised there.
+        if failed is not rounds.in_step or failed.rank != rounds.members[0]:
+            raise
+
+
+def _waited_for_by(rounds: Rounds) -> MainFirst | None:
+    """Return the innermost block that other members of these rounds wait in for this rank."""
+    for block in reversed(_leading.get()):
+        if set(block._rounds.members).intersection(rounds.members) - {rounds.rank}:
+            return block
+    return None
 
 
 class InTurn:

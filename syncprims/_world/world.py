@@ -29,6 +29,7 @@ from syncprims.interface import Backend, Board, Note, Settings, Topology
 
 from .group import Group, close_group, rounds_of
 from .nodes import SaidPlace, identify_host, number_nodes, place_on_nodes, without_nodes
+from .sequential import MainFirst
 
 #: Seconds after which a wait ends where the backend cannot distinguish a dead rank from a slow one.
 BLIND_TIMEOUT = 1800.0
@@ -419,6 +420,14 @@ def get_node_group(world: World) -> Group:
     if world.num_nodes == 1:
         return world.group
     return world._make_group([r for r, n in enumerate(world._nodes) if n == world.node_rank])
+
+
+def main_first_on_node(world: World, name: str | None, timeout: float | None) -> MainFirst:
+    """Return the block that the first rank of each node runs first."""
+    first = sorted(map(world._nodes.index, {*world._nodes}))
+    rounds = rounds_of(get_node_group(world))
+    among_nodes = (lambda: rounds_of(world._make_group(first))) if len(first) > 1 else None
+    return MainFirst(rounds, name, timeout, among_nodes)
 
 
 def get_own_group(world: World) -> Group:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from conftest import in_processes, several
 from support.rank_worlds import Ranks, Signs
 
 import syncprims as sp
+from syncprims.testing import DeadlockError, run_world
 
 
 def test_main_goes_first(world: Ranks, tmp_path: Path) -> None:
@@ -39,6 +41,87 @@ def test_main_first_can_be_local_or_a_groups(world: Ranks) -> None:
 
     n = world.ranks
     assert world.run(program) == [["local"]] * (n - 1) + [["local", "group"]]
+
+
+NESTINGS = [(False, True), (True, False), (False, False), (True, True)]  # what is local
+
+
+def nest(body: Callable[[], object]) -> list[list[Any]]:
+    """Return what each nesting of two blocks has raised on this rank, and how many go on."""
+    found = []
+    for outer, inner in NESTINGS:
+        raised: list[str] = []
+        try:
+            with sp.main_first(local=outer):
+                with sp.main_first(local=inner):
+                    body()
+                with sp.main_first(local=outer), sp.main_first("third", local=inner):
+                    pass
+        except Exception as error:
+            raised += [type(error).__name__, "no data" in str(error)]
+        found.append([*raised, len(sp.all_gather(0))])
+    return found
+
+
+def nest_caught(body: Callable[[], object]) -> list[str]:
+    """Return what the inner block of each nesting has raised on this rank."""
+    found = []
+    for outer, inner in NESTINGS:
+        with sp.main_first(local=outer):
+            try:
+                with sp.main_first(local=inner):
+                    body()
+            except Exception as error:
+                found.append(type(error).__name__)
+        sp.barrier()
+    return found
+
+
+def fail_on_main() -> None:
+    if sp.is_main():
+        raise KeyError("no data")
+
+
+def check_nested_failures() -> None:
+    """Check on this rank what it raises if main fails in the inner block."""
+    n, local = sp.get_world_size(), sp.current().node_rank == 0  # the last one is local
+    expected: list[list[Any]] = [["KeyError" if sp.is_main() else "PeerFailed", True, n]] * 4
+    caught_inside = [expected[0][0]] * (4 if local else 2)  # whose inner block is not local
+    assert nest(fail_on_main) == [*expected[:3], expected[3] if local else [n]]
+    assert nest_caught(fail_on_main) == caught_inside
+
+
+def test_blocks_may_be_nested(world: Ranks, tmp_path: Path) -> None:
+    def program() -> list[bool]:
+        late: list[bool] = []
+        node = sp.current().node_rank
+
+        def body() -> None:
+            number = len(late)
+            sign = tmp_path / (f"{number}-of-{node}" if number == 3 else f"{number}")
+            late.append(sign.exists())
+            sign.touch()
+
+        nest(body)
+        check_nested_failures()
+        return late
+
+    first, *others = world.run(program)
+    assert (first, [late[:3] for late in others]) == ([False] * 4, [[True] * 3] * len(others))
+    assert [late[3] for late in others].count(False) <= len(others) // 2
+
+
+def test_blocks_may_be_nested_on_several_hosts() -> None:
+    for seed in range(20):
+        order: list[int] = []
+        run_world(lambda: nest(lambda: order.append(sp.get_rank())), 6, nodes=3, seed=seed)
+        world_local, local_world, whole, local = (order[i : i + 6].index for i in (0, 6, 12, 18))
+        for place in (world_local, local_world, local):
+            assert all(place(first) < place(first + 1) for first in (0, 2, 4))
+        assert world_local(0) == local_world(0) == whole(0) == 0
+        run_world(check_nested_failures, 6, nodes=3, seed=seed)
+        with pytest.raises((sp.CollectiveMismatch, DeadlockError)):
+            run_world(lambda: nest(sp.barrier), 4, nodes=2, seed=seed)
 
 
 @in_processes

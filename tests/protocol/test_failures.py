@@ -192,21 +192,6 @@ def test_a_shared_failure_leaves_the_group_whole(world: Ranks) -> None:
         assert "main_first 'prepare' (tests/protocol/test_failures.py:" in text
 
 
-@several()
-def test_a_main_first_inside_of_itself_is_a_mismatch(world: Ranks) -> None:
-    def program() -> Any:
-        ran = []
-
-        def block() -> None:
-            with sp.main_first(), sp.main_first():
-                ran.append(sp.get_rank())
-
-        return type(caught(block)) is sp.CollectiveMismatch, ran
-
-    first, *others = world.run(program)
-    assert (first, others) == ((True, [0]), [(True, [])] * (world.ranks - 1))
-
-
 @several(2)
 def test_pickle_can_be_forbidden(world: Ranks) -> None:
     def program() -> Any:
