@@ -199,9 +199,8 @@ class FileBackend(Backend):
         self, epoch: int, topology: Topology, description: WorldDescription | None = None
     ) -> None:
         """Close all boards; those of this epoch have other files, and the others' are removed."""
-        for board in self._boards:
-            board.close()
-        self._boards.clear()
+        while self._boards:
+            self._boards.pop().close()
         self.topology = topology
         self.publish(b"")
         if description is None:
@@ -225,9 +224,8 @@ class FileBackend(Backend):
 
     def _close_files(self) -> None:
         self.liveness.close()
-        for board in self._boards:
-            board.close()
-        self._boards.clear()
+        while self._boards:
+            self._boards.pop().close()
         self.liveness.directory.close()
 
     @contextlib.contextmanager

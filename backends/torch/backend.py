@@ -281,9 +281,8 @@ class TorchBackend(Backend):
 
     def _begin_epoch(self, epoch: int, topology: Topology) -> None:
         """Close all boards, and number the ranks of each host anew."""
-        for board in self._boards:
-            board.close()
-        self._boards.clear()
+        while self._boards:
+            self._boards.pop().close()
         self._published.clear()
         self.publish(b"")
         self.topology = topology

@@ -8,6 +8,9 @@ is ever waited for that has ended. To refuse (too few ranks, or the time is up) 
 
 The members then meet in the first round of the new epoch. If one of them ends before that, the
 others go on with the next epoch: so :func:`reform` returns in a world in which all have met.
+
+An exception of a signal handler may end the call anywhere. The next call goes on from there: with
+the decision if this rank has not begun that epoch, and else with the next vote.
 """
 
 # pyright: reportPrivateUsage=false
@@ -24,6 +27,7 @@ from syncprims._protocol.call_site import describe_call
 from syncprims.errors import (
     BackendUnavailable,
     Evicted,
+    Failure,
     PeerFailed,
     PeerLost,
     SyncError,
@@ -32,7 +36,15 @@ from syncprims.errors import (
 )
 
 from .group import rounds_of
-from .world import JOINER, Epoch, begin_epoch, join_world, leave_rounds, rounds_completed
+from .world import (
+    JOINER,
+    Epoch,
+    begin_epoch,
+    have_met,
+    join_world,
+    leave_rounds,
+    rounds_completed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -76,9 +88,6 @@ def reform(world: World, min_ranks: int, timeout: float | None) -> Change:
             f"checkpoint, as `syncprims run --max-restarts` does. The backends 'file' and 'torch' "
             f"support it"
         )
-    if world.decided is None:  # all ranks have met in this world
-        members = [(slot, rank, 0) for rank, slot in enumerate(slots.members)]
-        world.decided = Epoch(world.epoch, world.world_size, members)
     begin = slots.now()
     terms = _Terms(call, min_ranks, begin, math.inf if timeout is None else begin + timeout)
     left = f"rank {world.rank} has left this world: it has called {call}"
@@ -88,13 +97,23 @@ def reform(world: World, min_ranks: int, timeout: float | None) -> Change:
 
 def _begin_next(world: World, slots: Slots, terms: _Terms, error: SyncError) -> None:
     """Leave the present epoch, with `error` for those that wait in it, and begin the next one."""
-    standing = leave_rounds(world, error)
-    epoch = _Vote(world, slots, terms, standing).hold()
+    if world.decided is None or world.decided.number <= world.epoch:
+        standing = leave_rounds(world, error)
+        if world.decided is None or have_met(world):
+            members = [(slot, rank, 0) for rank, slot in enumerate(slots.members)]
+            world.decided = Epoch(world.epoch, world.world_size, members)
+        world.decided = _Vote(world, slots, terms, standing).hold()
+    epoch = world.decided  # perhaps of a call that was interrupted before it began that epoch
     slots.members = epoch.slots
     topology = epoch.topology(slots.own, world.topology)
     rounds = epoch.members[topology.rank][2]
-    begin_epoch(world, topology, epoch.number, rounds, _reformed)
-    world.decided = epoch
+
+    def why() -> SyncError:
+        if world.epoch >= epoch.number:
+            return _reformed()
+        return WorldClosed("reform() was interrupted, and this rank is in no world: call it again")
+
+    begin_epoch(world, topology, epoch.number, rounds, why)
 
 
 def _meet(world: World, slots: Slots, terms: _Terms) -> Change:
@@ -105,6 +124,9 @@ def _meet(world: World, slots: Slots, terms: _Terms) -> Change:
         except (PeerLost, PeerFailed) as error:
             _begin_next(world, slots, terms, error)
             continue
+        except BaseException as error:  # the others, which wait for this rank, vote again
+            leave_rounds(world, PeerFailed.from_failure(Failure.of(world.rank, error), terms.call))
+            raise
         assert world.decided is not None
         world.change, world.decided = world.decided.change(slots.own), None
         return world.change

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import functools
 import json
 import math
@@ -461,6 +462,12 @@ def set_rounds_completed(world: World, rounds: int) -> None:
     world._rounds_before += rounds - rounds_completed(world)
 
 
+def have_met(world: World) -> bool:
+    """Return whether all ranks have met in this epoch, whose rounds this rank has left."""
+    board = rounds_of(world.group).board
+    return board.collected > 0 or board.verdict() is None  # a complete round is not broken
+
+
 def leave_rounds(world: World, error: SyncError) -> SyncError:
     """Break every group of this rank with `error`, and return why that of all ranks is broken.
 
@@ -477,19 +484,24 @@ def leave_rounds(world: World, error: SyncError) -> SyncError:
 def begin_epoch(
     world: World, topology: Topology, epoch: int, rounds: int, why: Callable[[], SyncError]
 ) -> None:
-    """Make this rank one of a new epoch; whatever belongs to the one before raises ``why()``."""
+    """Make this rank one of a new epoch; whatever belongs to the one before raises ``why()``.
+
+    After an exception, the world is as it was, but closed, and the same call goes on.
+    """
     close_world(world, why)
     with contextlib.suppress(Exception):  # what a lost rank leaves behind may fail to end
         world._at_end.close()
+    new = copy.copy(world)
     if world._recorder is not None:
         run = world._recorder.run.partition("-epoch-")[0]
         world._recorder.leave(None)
-        world._recorder = _make_recorder(world.settings, topology)
-        world._recorder.run = f"{run}-epoch-{epoch}"
+        new._recorder = _make_recorder(world.settings, topology)
+        new._recorder.run = f"{run}-epoch-{epoch}"
     slots = world._backend.slots
     assert slots is not None
     slots.enter(epoch, topology)
-    world._begin(topology, epoch, rounds)
+    new._begin(topology, epoch, rounds)
+    vars(world).update(vars(new))  # at once
 
 
 # -- the end ---------------------------------------------------------------------------------------

@@ -302,6 +302,31 @@ CALLS: dict[str, Call] = {
     "group": Call(lambda _: sp.group([0]).ranks, lambda _: (0,)),
 }
 
+
+#: Ends the epoch of the other calls, so it has a program of its own.
+REFORM = Call(lambda _: sp.reform())
+
+
+def run_reformed(disturb: Disturb) -> str:
+    """Call `reform` by `disturb`, again until it returns, and return ``""`` or what is wrong then.
+
+    An exception never costs a rank its place, and the others its company.
+    """
+    world, program = sp.current(), [lambda: disturb(lambda: REFORM.make(1)), lambda: REFORM.make(1)]
+    for attempt in range(20):
+        try:
+            change = program[min(attempt, 1)]()
+            found = sp.all_gather((change._replace(rank_before=None), world.epoch))
+        except sp.SyncTimeout as error:
+            return f"one has waited in vain: {error}"
+        except _ENDS:
+            continue
+        own = (change, change.rank_before, sp.get_rank())
+        right = found[0] == found[1] == (change._replace(rank_before=None), change.epoch)
+        return "" if right and own[1] == own[2] and not change.lost else f"{found}, {own}"
+    return "it has no place any more"
+
+
 _COUNT = 3  # calls of each rank after the one that is disturbed
 
 
@@ -313,6 +338,8 @@ def run_disturbed(call: Call, disturb: Disturb, entered: Entered, rank: int, bas
     A call that raises is made again, as a program does that does not know better. No call may
     return the value of another, or before the others have made the same call.
     """
+    if call is REFORM:
+        return run_reformed(disturb)
     for number in range(1, _COUNT + 2):
         entered.enter(rank, base + number)
         for attempt in range(2):
@@ -364,7 +391,7 @@ def run_threads(name: str, disturb: Disturb) -> list[str]:
     def program() -> str:
         rank = sp.get_rank()
         own = Injector(NOWHERE) if rank else disturb
-        return run_disturbed(CALLS[name], own, entered, rank)
+        return run_disturbed((CALLS | {"reform": REFORM})[name], own, entered, rank)
 
     ended = run_once(WorldSpec(program, 2))
     return [str(o.result if o.error is None else repr(o.error)) for o in ended.outcomes]
@@ -417,7 +444,7 @@ def disturb_processes(
                 entered.enter(rank, base)
                 while entered.latest(1 - rank) < base:
                     time.sleep(0.0001)  # to yield would keep a processor from the other
-                text = run_disturbed(CALLS[name], injector, entered, rank, base)
+                text = run_disturbed((CALLS | {"reform": REFORM})[name], injector, entered, rank, base)
                 if not number:
                     todo = [*choose(list(recorder.places))] if rank == 0 else []
                     count = sp.broadcast(len(todo))
@@ -457,6 +484,11 @@ def every(places: list[Place]) -> list[Disturbance]:
     ]
 
 
+def every_call(places: list[Place]) -> list[Disturbance]:
+    """Choose all places where Python runs signal handlers, once."""
+    return [Disturbance(place) for place in places if place.name in INTERRUPTIBLE]
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_an_exception_anywhere_is_never_a_wrong_value(call: str) -> None:
     assert disturb_threads(call, sample(12)) == []
@@ -468,6 +500,14 @@ def test_an_exception_anywhere_is_never_a_wrong_value(call: str) -> None:
 )
 def test_an_exception_anywhere_in_a_process(call: str, backend: str, meeting_place: Path) -> None:
     assert disturb_processes(Ranks(Kind(backend, 2), meeting_place), call, sample(10)) == []
+
+
+@pytest.mark.parametrize("backend", ["file", "torch"])
+def test_an_exception_anywhere_in_a_reform_ends_no_rank(backend: str, meeting_place: Path) -> None:
+    """Where Python runs signal handlers: see the soak for every instruction."""
+    choose = sample(40)
+    assert disturb_threads("reform", every_call) == []
+    assert disturb_processes(Ranks(Kind(backend, 2), meeting_place), "reform", choose) == []
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="it sees no instruction of that function")
@@ -499,13 +539,13 @@ def test_a_call_without_enough_stack_is_never_a_wrong_value(call: str, every: bo
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [*CALLS, "reform"])
 def test_an_exception_at_every_instruction_of_threads(call: str) -> None:
     assert disturb_threads(call, every) == []
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [*CALLS, "reform"])
 @pytest.mark.parametrize("backend", ["file", "traced file", "torch"])
 def test_anywhere_in_processes(
     call: str, backend: str, meeting_place: Path, tmp_path: Path
