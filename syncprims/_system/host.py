@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 _GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")  # in /dev, of their drivers
+_SMALLEST = 8 << 20  # bytes of a process that runs Python
 
 
 def count_processors() -> int:
@@ -21,6 +23,31 @@ def count_processors() -> int:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         allowed = min(allowed, -(-int(limit) // int(period)))  # of a container, rounded up
     return max(1, allowed)
+
+
+def most_processes(files: int) -> tuple[int, str]:
+    """Return how many processes this one can start, and the limit that says so.
+
+    Each takes `files` descriptors here, and the memory of a Python that has imported nothing else.
+    """
+    import resource  # not there on Windows
+
+    open_now = len(os.listdir("/dev/fd"))  # noqa: PTH208 - names are all it takes
+    of_files, of_processes = (
+        math.inf if soft == resource.RLIM_INFINITY else soft
+        for soft, _ in map(resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    )
+    found = [
+        ((of_files - open_now) // files, "open files (ulimit -n)"),
+        (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _SMALLEST, "memory"),
+    ]
+    if os.geteuid():
+        found.append((of_processes, "processes of a user (ulimit -u)"))
+    for path in ("/proc/sys/kernel/pid_max", "/sys/fs/cgroup/pids.max"):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            found.append((int(Path(path).read_text()), f"processes ({path})"))
+    most, limit = min(found)
+    return int(max(most, 0)), limit
 
 
 def find_visible_gpus(environ: Mapping[str, str]) -> list[str] | None:

@@ -33,7 +33,7 @@ from typing import IO, Any, NamedTuple
 
 from syncprims import errors
 from syncprims._system import processes
-from syncprims._system.host import free_port
+from syncprims._system.host import free_port, most_processes
 from syncprims._world.launchers import detect, make_rank_variables
 from syncprims._world.registry import find_end_recorder
 from syncprims._world.scratch import scratch_directory
@@ -62,8 +62,13 @@ def launch(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
 
     If a rank fails, all are started again, at most as often as the plan says.
 
+    :raises ConfigurationError: if the system allows fewer processes, or files, than the ranks need.
     :raises OSError: if all ranks succeeded, and part of their output was lost.
     """
+    most, limit = most_processes(2 if plan.options.log_dir is None else 4)
+    if plan.ranks > most:
+        what = f"{plan.ranks} ranks, and this system has room for {most} by its limit of {limit}"
+        raise ConfigurationError(f"{what}; start fewer ranks, or raise that limit")
     launcher = _Launcher(plan, environ)
     # In a launch that is a part of another one, the scratch directory is in that one's.
     outer = Path(environ.get("SYNCPRIMS_ERROR_FILE") or "/none").parent
@@ -278,7 +283,7 @@ class _Launcher:
             if self._facts is not None:
                 self._facts["restart"] = restart
             folder = scratch / str(restart)
-            folder.mkdir()
+            folder.mkdir(mode=0o700)  # not by the umask: ranks meet only where no other may write
             self._variables |= {
                 "SYNCPRIMS_DIR": self._directory or str(folder / "board"),
                 "SYNCPRIMS_RESTART": str(restart),

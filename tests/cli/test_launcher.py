@@ -414,23 +414,31 @@ def test_a_signal_some_time_before_the_end_ends_nothing(launches: Launches, sign
         assert launcher.wait(timeout=PATIENCE) == 0
 
 
-def test_a_rank_that_cannot_be_started_is_told_with_the_limit(launches: Launches) -> None:
-    launches.write("barrier()\n")
-    limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); "
-    line = [*command("-n", "40", str(launches.script))]
-    done = subprocess.run(
-        [sys.executable, "-c", limited + "os.execv(sys.argv[1], sys.argv[1:])", *line],
-        env=launches.environ, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("limit", "most", "says"),
+    [("NOFILE", 64, "open files (ulimit -n)"), ("NPROC", 39, "processes of a user (ulimit -u)")],
+)
+def test_more_ranks_than_the_system_allows_are_refused_at_once(
+    launches: Launches, limit: str, most: int, says: str
+) -> None:
+    if limit == "NPROC" and os.geteuid() == 0:
+        pytest.skip("this limit does not hold for root")
+    launches.write("open(sys.argv[1], 'w')\n")
+    started = launches.script.with_name("started")
+    line = [*command("-n", "40", str(launches.script), str(started))]
+    limited = f"resource.setrlimit(resource.RLIMIT_{limit}, ({most},) * 2)"
+    begin = f"import os, resource, sys; {limited}; os.execv(sys.argv[1], sys.argv[1:])"
+    done = call(launches, [sys.executable, "-c", begin, *line])
     assert done.returncode == 2
-    assert "of 40 cannot be started: Too many open files; start fewer ranks" in done.stderr
-    assert not find_processes(launches.script)
+    assert done.stderr.startswith(b"syncprims: 40 ranks, and this system has room for ")
+    assert says in done.stderr.decode()
+    assert not started.exists()
 
 
 def test_a_signal_counts_while_ranks_are_started(launches: Launches) -> None:
     launches.write("while True: time.sleep(9)\n")
     launcher = subprocess.Popen(
-        command("-n", "2000", str(launches.script)), env=launches.environ,
+        command("-n", "300", str(launches.script)), env=launches.environ,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     with launcher:
