@@ -8,8 +8,10 @@ own: see :func:`own_device`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard, cast
 
 from syncprims.interface import own_device_index
@@ -85,6 +87,31 @@ def own_device(kind: str, local_rank: int) -> Any:
 # -- what an array is ----------------------------------------------------------------------------
 
 
+def strides_kept(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides that a copy of a tensor keeps; () for those of a contiguous tensor.
+
+    A dense tensor without overlap keeps its strides: torch's fused kernels walk bare memory.
+    """
+    usual = itertools.accumulate(shape[:0:-1], lambda n, size: n * max(size, 1), initial=1)
+    if [*strides] == [*usual][::-1]:
+        return ()
+    expected = 1
+    for step, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1:  # the step of a single item may be any
+            if step != expected:
+                return ()
+            expected *= size
+    return tuple(strides)
+
+
+def laid_out(tensor: Any, strides: Sequence[int]) -> Any:
+    """Return the items of a tensor with these strides: itself, if there are none or it has them."""
+    if not strides or tensor.stride() == tuple(strides):
+        return tensor
+    made = tensor.detach().new_empty_strided(tensor.shape, strides)
+    return made.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
 class Spec(NamedTuple):
     """The description of an array without its contents."""
 
@@ -93,12 +120,13 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
     requires_grad: bool = False
     device: str = "cpu"  #: its kind: the receiver chooses which device of this kind
+    strides: tuple[int, ...] = ()  #: of a tensor, as :func:`strides_kept`
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        shape = ",".join(map(str, self.shape))
+        shape, strides = (",".join(map(str, numbers)) for numbers in (self.shape, self.strides))
         grad = int(self.requires_grad)
-        return f"{self.library};{self.dtype};{shape};{grad};{self.device}".encode()
+        return f"{self.library};{self.dtype};{shape};{grad};{self.device};{strides}".encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Spec:
@@ -106,13 +134,15 @@ class Spec(NamedTuple):
 
         :raises ValueError: if these bytes are not such an encoding.
         """
-        library, dtype, shape, requires_grad, device = data.decode().split(";")
+        library, dtype, shape, requires_grad, device, steps = data.decode().split(";")
         if library not in ("numpy", "torch"):
             raise ValueError(f"{library!r} makes no arrays that can be sent")
         if library == "numpy" and (dtype[:1] not in "<>|" or dtype[1:2] not in "biufcmMSUV"):
             raise ValueError(f"{dtype!r} is not a dtype of an array that can be sent")
-        sizes = tuple(int(part) for part in shape.split(",") if part)
-        return cls(library, dtype, sizes, requires_grad == "1", device)
+        sizes, strides = (tuple(map(int, filter(None, n.split(",")))) for n in (shape, steps))
+        if strides and strides_kept(sizes, strides) != strides:
+            raise ValueError(f"a tensor of shape {sizes} is not dense with the strides {strides}")
+        return cls(library, dtype, sizes, requires_grad == "1", device, strides)
 
     def make(self, local_rank: int = 0) -> Any:
         """Return such an array, its contents not set; a tensor on this rank's own device."""
@@ -123,8 +153,22 @@ class Spec(NamedTuple):
         import torch
 
         device = own_device(self.device, local_rank)
-        made = torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
+        sizes = (self.shape, self.strides) if self.strides else (self.shape,)
+        empty: Any = torch.empty_strided if self.strides else torch.empty
+        made = empty(*sizes, dtype=getattr(torch, self.dtype), device=device)
         return made.requires_grad_(self.requires_grad)
+
+    @property
+    def plain(self) -> Spec:
+        """The spec of what travels for it: a contiguous array in the memory of the host."""
+        return self._replace(device="cpu", requires_grad=False, strides=())
+
+    def finish(self, plain: Any, local_rank: int = 0) -> Any:
+        """Return such an array with the items of one that :attr:`plain` has made."""
+        if self.library == "numpy":
+            return plain
+        there = plain.to(own_device(self.device, local_rank))
+        return laid_out(there, self.strides).requires_grad_(self.requires_grad)
 
     @property
     def loaded_dtype(self) -> Any:
@@ -169,8 +213,9 @@ def spec_of(obj: Any) -> Spec | None:
         torch: Any = sys.modules["torch"]
         if obj.layout is not torch.strided or obj.is_quantized or obj.is_meta:
             return None
-        dtype, shape = str(obj.dtype)[6:], tuple(obj.shape)
-        return Spec("torch", dtype, shape, obj.requires_grad, obj.device.type)
+        dtype, shape, strides = str(obj.dtype)[6:], tuple(obj.shape), obj.stride()
+        kept = strides_kept(shape, strides)
+        return Spec("torch", dtype, shape, obj.requires_grad, obj.device.type, kept)
     return None
 
 

@@ -15,7 +15,7 @@ from syncprims._protocol.threads import is_from_signal_handler
 from syncprims.errors import TORN, EncodingError
 
 from . import LARGE
-from .arrays import Spec, flat, on_host, own_device, raw, spec_of
+from .arrays import Spec, flat, on_host, raw, spec_of
 
 _LENGTH = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
@@ -282,11 +282,9 @@ class _Decoder(NamedTuple):
         spec = Spec.decode(header)
         if spec.nbytes != len(body):
             raise ValueError(f"{len(body)} bytes for an array that has {spec.nbytes}")
-        array = spec._replace(device="cpu", requires_grad=False).make()
+        array = spec.plain.make()
         raw(flat(array))[:] = body
-        if spec.library == "torch":
-            device = own_device(spec.device, self.local_rank)
-            array = array.to(device).requires_grad_(spec.requires_grad)
+        array = spec.finish(array, self.local_rank)
         return (array[()] if tag == b"g" else array), at
 
     def _make_object(self, tag: bytes, body: bytes) -> Any:

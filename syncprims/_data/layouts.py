@@ -38,15 +38,16 @@ def key_of(value: object) -> Hashable:
     if of_kind is not None:
         try:
             return of_kind(value)
-        except RuntimeError:  # a nested tensor has no shape
+        except RuntimeError:  # a nested tensor has no shape, and a sparse one no strides
             return None
     library = arrays.library_of(value)
     if library is None:
         return None
     # Read in one step: each step takes longer than reading one attribute more.
     more = ("device", "layout", "requires_grad") if library == "torch" else ()
-    _KEYS[kind] = attrgetter("dtype", "shape", *more)
-    return _KEYS[kind](value)
+    read = attrgetter("dtype", "shape", *more)
+    _KEYS[kind] = read if library == "numpy" else lambda tensor: (*read(tensor), tensor.stride())
+    return key_of(value)
 
 
 def _key_of_dict(value: dict[Any, Any]) -> Hashable:
@@ -243,7 +244,7 @@ class ArrayLayout(Layout):
     """An array, or a tensor in the memory of its host."""
 
     def __init__(self, spec: Spec, members: int) -> None:
-        self.spec = spec
+        self.spec, self._plain = spec, spec._replace(strides=())
         self.data = codec.encode(spec)
         self.stride = arrays.up_to_line(spec.nbytes)
         self._members = members
@@ -253,6 +254,8 @@ class ArrayLayout(Layout):
         self._kind = self._library.Tensor if self._is_tensor else self._library.ndarray
         device = {"device": "cpu"} if self._is_tensor else {}
         self._empty = partial(self._library.empty, spec.shape, **device)
+        #: Returns a contiguous array with the strides of the values.
+        self.lay_out = partial(arrays.laid_out, strides=spec.strides) if spec.strides else _itself
         self._slots: dict[int, Any] = {}  # the items of one slot, by where it begins
         self._rows: dict[int, list[Any]] = {}  # and of those of all members
         known = arrays.numpy_dtype(self._dtype) if self._is_tensor else self._dtype
@@ -291,9 +294,9 @@ class ArrayLayout(Layout):
 
     def read(self, memory: memoryview, at: int, out: Any = None) -> Any:
         """Return the value in the slot at `at`: in `out`, if that is an array."""
-        value = self.spec.make() if out is None else out
+        value = self._plain.make() if out is None else out
         self.pack(value)[...] = self._slot_at(memory, at)
-        return value
+        return value if out is not None else self.lay_out(value)
 
     def fits(self, out: Any) -> bool:
         """Return whether `out` is such an array, and can be written to."""
@@ -307,7 +310,7 @@ class ArrayLayout(Layout):
         return bool(out.is_cpu and out.layout is self._library.strided and arrays.is_fillable(out))
 
     def room_for(self, op: str, out: Any) -> Any:
-        """Return an array for the result of `op`: `out`, if it fits."""
+        """Return a contiguous array for the result of `op`: `out`, if it fits."""
         dtype = reduction.result_dtype(self._dtype, op)
         return out if out is not None and self._can_fill(dtype, out) else self._empty(dtype=dtype)
 
@@ -327,7 +330,7 @@ class ArrayLayout(Layout):
                 mark_written(result)
             else:
                 combine(self._rows_at(memory, at), result.reshape(-1))
-            return result
+            return result if result is out else self.lay_out(result)
 
         return reduce
 

@@ -139,6 +139,8 @@ class DataPlane:
         is_large = isinstance(made, ArrayLayout) and made.spec.nbytes >= LARGE
         if made is None or not (self.is_small(made) or (is_large and self.transport())):
             return None  # and forget the key: it may hold objects of the user
+        if len(self._layouts) > _MOST_KNOWN:
+            self._layouts.clear()
         layout = self._layouts[key] = self.described(made.data)
         return layout
 

@@ -111,8 +111,11 @@ def reduce(
     ranks: Sequence[int],
     out_of_band: Callable[[list[Any]], Any],
     where: str = "value",
+    own: int = 0,
 ) -> Any:
     """Return the reduction of one value per rank; the values themselves are left alone.
+
+    A tensor has the layout of that of member number `own`.
 
     Where a value is a placeholder, all are arrays, and the result is ``out_of_band(values)``: a
     rank may have sent its array in a slot, if the rest of its value differs from the others'.
@@ -122,7 +125,7 @@ def reduce(
 
     def part(key: Any, label: str) -> Any:
         parts = [value[key] for value in values]
-        return reduce(parts, op, ranks, out_of_band, f"{where}[{label}]")
+        return reduce(parts, op, ranks, out_of_band, f"{where}[{label}]", own)
 
     if _PLAIN.issuperset(map(type, values)):
         return reduce_numbers(values, op)
@@ -145,7 +148,7 @@ def reduce(
         total = sum(values[1:], first)
         return total / len(values) if op == "mean" else total
     if arrays.is_tensor(first) or arrays.is_array(first):
-        result = empty_result(first, op)
+        result = empty_result(values[own], op)
         combine(values, result, op)
         return result
     return reduce_numbers(values, op)
@@ -192,7 +195,11 @@ def reduce_numbers(numbers: Sequence[Any], op: str) -> Any:
 
 def empty_result(value: Any, op: str) -> Any:
     """Return an array like `value` for the result of `op`, its contents not set."""
-    return arrays.empty_array(value, value.shape, result_dtype(value.dtype, op))
+    dtype = result_dtype(value.dtype, op)
+    strides = arrays.strides_kept(value.shape, value.stride()) if arrays.is_tensor(value) else ()
+    if strides:
+        return value.new_empty_strided(value.shape, strides, dtype=dtype)
+    return arrays.empty_array(value, value.shape, dtype)
 
 
 @functools.cache
@@ -236,7 +243,8 @@ def combine(parts: Sequence[Any], out: Any, op: str) -> None:
     """
     if not hasattr(out.dtype, "kind"):  # a tensor
         flattened = [arrays.flat(part) for part in parts]
-        items = arrays.flat(out)
+        room = out.contiguous()
+        items = arrays.flat(room)
         if not arrays.is_tensor(items):
             combine(flattened, items, op)
         elif str(parts[0].dtype) in _STORED_ON_DEVICES:
@@ -245,6 +253,8 @@ def combine(parts: Sequence[Any], out: Any, op: str) -> None:
             items.copy_(total)
         else:  # numpy does not know the dtype, or the items are on a device
             _combine_tensors(flattened, op, items)
+        if room is not out:
+            out.copy_(room)
     else:
         array_combiner(op, out.dtype, parts[0].dtype)(parts, out)
 

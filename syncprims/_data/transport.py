@@ -11,7 +11,17 @@ from syncprims._protocol.rounds import RoundSequence
 from syncprims.interface import DeviceEngine, Engine, Window
 
 from . import ENGINE_BROADCAST, ENGINE_PIECE, LEAST_PIECE, MOST_PIECE
-from .arrays import LINE, empty_array, flat, is_array, is_on_device, on_host, raw, up_to_line
+from .arrays import (
+    LINE,
+    empty_array,
+    flat,
+    is_array,
+    is_fillable,
+    is_on_device,
+    on_host,
+    raw,
+    up_to_line,
+)
 from .reduction import combine
 
 Arrays = Sequence[Any]
@@ -23,7 +33,7 @@ class Operand(NamedTuple):
     """One array to reduce, and where its reduction goes."""
 
     mine: Any
-    result: Any  #: contiguous
+    result: Any
 
 
 class Transport(ABC):
@@ -44,7 +54,7 @@ class Transport(ABC):
         self._device_engine: Any = device_engine
 
     def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
-        """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
+        """Fill `arrays` with those of member number `src`."""
         direct = [array for array in arrays if self._takes(array)]
         if rest := [array for array in arrays if not self._takes(array)]:
             sends = src == sequence.index
@@ -55,7 +65,10 @@ class Transport(ABC):
         if direct:
             sequence.meet()  # all are here, and alive: what is queued now will not wait for long
         for array in direct:
-            self._device_engine.broadcast(array.detach().contiguous(), src)
+            room = array.detach().contiguous()
+            self._device_engine.broadcast(room, src)
+            if src != sequence.index and not array.is_contiguous():
+                array.detach().copy_(room)
 
     def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
         """Fill the results of all operands, with the same bits on all members.
@@ -70,8 +83,10 @@ class Transport(ABC):
         if direct:
             sequence.meet()
         for one in direct:
-            one.result.copy_(one.mine)
-            self._device_engine.all_reduce(one.result, op)
+            room = one.result.contiguous()
+            room.copy_(one.mine)
+            self._device_engine.all_reduce(room, op)
+            _copy_back([one.result], [room])
 
     def _takes(self, array: Any, op: str | None = None) -> bool:
         """Return whether the array goes from device to device."""
@@ -102,8 +117,9 @@ class Transport(ABC):
 
 
 def _host_room(target: Any) -> Any:
-    """Return `target`, or, for one on a device, an array for it in this host's memory."""
-    return target.new_empty(target.shape, device="cpu") if is_on_device(target) else target
+    """Return `target` if it is contiguous in this host's memory, else such an array for it."""
+    here = not is_on_device(target) and is_fillable(target)
+    return target if here else target.new_empty(target.shape, device="cpu")
 
 
 def _copy_back(targets: Sequence[Any], here: Sequence[Any]) -> None:

@@ -289,11 +289,14 @@ def _gather_any(
             return gather_within(sequence, obj)
 
         def make_rooms() -> list[Any]:
-            return [None if i == me else spec.make() for i, spec in enumerate(specs)]
+            return [None if i == me else spec.plain.make() for i, spec in enumerate(specs)]
 
         rooms = sequence.attempt(make_rooms) if outs is None else outs
         transport.gather(sequence, obj, rooms)
-        return [obj if i == me else room for i, room in enumerate(rooms)]
+        if outs is not None:
+            return [obj if i == me else room for i, room in enumerate(rooms)]
+        pairs = enumerate(zip(specs, rooms, strict=True))
+        return [obj if i == me else spec.finish(room) for i, (spec, room) in pairs]
     sent = [*notes]
     for member, note in enumerate(notes):  # large encodings follow, one after the other
         if decode_size(note.payload) is not None:
@@ -493,7 +496,7 @@ class _Reduction(_PreparedCall):
         transport = DataPlane.of(self._rounds).needed_transport()
         transport.reduce(sequence, [Operand(value, result)], self._op)
         mark_written(result)
-        return copy_into(self._rounds, out, result)
+        return copy_into(self._rounds, out, result if result is out else layout.lay_out(result))
 
 
 def all_reduce(
@@ -527,7 +530,7 @@ def _reduce_any(
         own = values[sequence.index]
         if isinstance(own, reduction.Placeholder):
             own = mine[own.number]
-        operands.append(Operand(own, reduction.empty_result(own, op)))
+        operands.append(Operand(own, reduction.empty_result(own, op)))  # laid out as one's own
         return operands[-1].result
 
     decoded: dict[bytes, Any] = {}
@@ -557,7 +560,7 @@ def _reduce(
     """Return the reduction of `values`; an error is the same on all ranks, and names the call."""
     rounds, here = sequence.rounds, str(sequence.note.label)
     try:
-        return reduction.reduce(values, op, rounds.members, out_of_band)
+        return reduction.reduce(values, op, rounds.members, out_of_band, own=sequence.index)
     except (RankMismatch, *_NO_RESULT) as error:
         if not _is_of_reduction(error):
             raise  # on this rank alone

@@ -93,7 +93,7 @@ def _average(bucket: Sequence[nn.Parameter], signs: Sequence[float]) -> bool:
     somewhere = [mean != 0 for mean in means[: len(bucket)]]
     for p, view, here, there in zip(bucket, views, held, somewhere, strict=True):
         if there and not here:
-            p.grad = view.to(p.device, copy=True)
+            p.grad = torch.empty_like(p.detach()).copy_(view)  # laid out as torch does
         elif p.grad is not None and p.grad.is_sparse:
             p.grad = view.to(p.device).to_sparse(p.grad.sparse_dim())
     pairs = [(p.grad, v) for p, v, here in zip(bucket, views, held, strict=True)

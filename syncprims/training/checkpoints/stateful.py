@@ -7,10 +7,11 @@ Types are kept exactly. A value that only code could make again is refused when 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast
 
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from syncprims import CheckpointError
+from syncprims._data.arrays import strides_kept
 from syncprims._protocol.validation import require
 from syncprims.training.preparation import unwrap_model
 
@@ -122,6 +124,31 @@ def _shape(values: Mapping[Any, Any], key: Any) -> str | None:
     return type(value).__name__ if key in values else None
 
 
+def match_layouts(things: Mapping[str, Stateful], states: dict[str, Any]) -> None:
+    """Lay out what optimizers keep of parameters as these are here, if that is not as it was saved.
+
+    Fused kernels take the layout of both for equal. The earlier one is that of a model among these.
+    """
+    saved: dict[int, Any] = {}  # the strides of parameters, by identity
+    for name in states:
+        if isinstance(model := things[name], nn.Module):
+            for key, p in unwrap_model(model).named_parameters(remove_duplicate=False):
+                if isinstance(value := states[name].get(portable_name(key)), torch.Tensor):
+                    saved[id(p)] = value.stride()
+    for name, state in states.items():
+        if not isinstance(optimizer := things[name], torch.optim.Optimizer):
+            continue
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        with contextlib.suppress(AttributeError, KeyError, TypeError):  # a form of its own
+            numbers = [number for group in state["param_groups"] for number in group["params"]]
+            for p, number in zip(params, numbers, strict=False):
+                kept = state["state"].get(number, {}) if saved.get(id(p)) != p.stride() else {}
+                for key, value in kept.items():
+                    if type(value) is torch.Tensor and value.shape == p.shape:
+                        room = torch.empty_like(p.detach(), dtype=value.dtype, device=value.device)
+                        kept[key] = room.copy_(value)
+
+
 def dtensors_of(thing: Stateful) -> Mapping[str, Any]:
     """Return an object's DTensors by the names under which they are saved.
 
@@ -184,8 +211,10 @@ def split_state(state: Any) -> State:
     return State(splitter.node(state, ()), splitter.tensors)
 
 
-def join_state(tree: Any, load_tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Return the state of a tree; ``load_tensor(name)`` returns a tensor by its name in the tree.
+def join_state(tree: Any, load_tensor: Callable[[str, Sequence[int]], torch.Tensor]) -> Any:
+    """Return the state of a tree.
+
+    ``load_tensor(name, strides)`` returns a tensor by its name in the tree, laid out so.
 
     :raises Exception: of any kind, if :func:`split_state` has not made the tree.
     """
@@ -202,7 +231,7 @@ def join_state(tree: Any, load_tensor: Callable[[str], torch.Tensor]) -> Any:
     if kind is None:
         return {key: join(item) for key, item in node.items()}
     if kind == "tensor":
-        tensor = load_tensor(node["key"])
+        tensor = load_tensor(node["key"], node.get("strides", ()))
         learns = node.get("learns")  # of a parameter only
         return tensor if learns is None else torch.nn.Parameter(tensor, requires_grad=learns)
     if kind in _MAPPINGS:
@@ -214,7 +243,7 @@ def join_state(tree: Any, load_tensor: Callable[[str], torch.Tensor]) -> Any:
         dtype: np.dtype[Any] = np.dtype(node["dtype"])
         if dtype.hasobject:
             raise ValueError("an array of objects")
-        array = np.frombuffer(load_tensor(node["key"]).numpy().tobytes(), dtype)
+        array = np.frombuffer(load_tensor(node["key"], ()).numpy().tobytes(), dtype)
         return array[0] if node["shape"] is None else array.reshape(node["shape"]).copy()
     return _FROM_SIMPLER[kind](join(node["is"]))
 
@@ -280,6 +309,8 @@ class _Splitter:
             if same is not None:
                 self._seen[same] = key
         node: dict[str, Any] = {KIND: "tensor", "key": key}
+        if strides := strides_kept(value.shape, value.stride()):  # not what the file shows
+            node["strides"] = strides
         if type(value) is torch.nn.Parameter:
             node["learns"] = value.requires_grad
         return node
@@ -356,7 +387,7 @@ def distribute(full: torch.Tensor, target: DTensor) -> DTensor:
     region = compute_local_shape_and_global_offset(target.shape, mesh, placements)
     for dim, (length, begin) in enumerate(zip(*region, strict=True)):
         local = local.narrow(dim, begin if length else 0, length)
-    local = local.contiguous().to(target.to_local().device)
+    local = torch.empty_like(target.to_local().detach()).copy_(local)  # laid out likewise
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=target.shape, stride=target.stride()
     )

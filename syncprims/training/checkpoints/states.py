@@ -11,12 +11,13 @@ import json
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from syncprims import CheckpointError, get_rank
+from syncprims._data.arrays import laid_out, strides_kept
 from syncprims.training.rng import capture as capture_rng
 from syncprims.training.rng import restore as restore_rng
 
@@ -105,7 +106,8 @@ def save_state(
 
     `objects` are the same on all ranks, and main's are saved; distributed tensors (DTensor) are
     saved whole. `rank_objects` are each rank's own, as is the state of the random numbers of
-    Python, numpy and torch (`rng`). Nothing is pickled. A save over an older one in the same
+    Python, numpy and torch (`rng`). Nothing is pickled. Dense tensors keep their strides; a numpy
+    array comes back in C order. A save over an older one in the same
     directory replaces it in one step; other files stay. All ranks call it, and share the writing.
 
     With ``block=False`` it returns when everything is copied, and a thread writes it beside the
@@ -265,6 +267,7 @@ def load_state(
             states |= reader.rank_states(own, ranks.index(get_rank()))
         for name, state in states.items():
             stateful.check_fits(path, name, things[name], state)
+        stateful.match_layouts(things, states)
         return states
 
     states, _ = coordinate(doing, read_states, lambda _: None)
@@ -325,8 +328,10 @@ class _StateReader(NamedTuple):
     def _state(self, name: str, saved: SavedState, targets: Mapping[str, Any]) -> Any:
         tensors: dict[str, torch.Tensor] = {}
 
-        def load_tensor(key: str) -> torch.Tensor:
-            tensor = tensors[key]
+        def load_tensor(key: str, strides: Sequence[int]) -> torch.Tensor:
+            if strides and strides_kept(tensors[key].shape, strides) != tuple(strides):
+                raise ValueError(f"{key!r} is not dense with the strides {strides}")
+            tensor = tensors[key] = laid_out(tensors[key], strides)
             # A state of an optimizer is distributed as its parameter is.
             target = targets.get(key, targets.get(".".join(key.split(".")[:2])))
             if target is None or target.shape != tensor.shape:
