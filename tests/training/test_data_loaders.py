@@ -524,9 +524,23 @@ class FromOther(Moved):
         return iter(DataLoader(self.dataset, batch_size=2))
 
 
+class Computed(DataLoader[int]):
+    @property
+    def batch_sampler(self) -> Any:
+        return BatchSampler(range(4), 2, False)
+
+    @batch_sampler.setter
+    def batch_sampler(self, _: Any) -> None:
+        pass
+
+
 @in_pairs
 def test_an_iteration_that_goes_its_own_way_is_refused(world: Ranks) -> None:
     def program() -> None:
+        with pytest.raises(
+            syncprims.ConfigurationError, match=r"Computed\.batch_sampler is a prop"
+        ):
+            prepare_data_loader(Computed(range(4)))  # type: ignore[arg-type]
         for kind in (Endless, EndlessLater, Halves, Few, Filtered, FromOther):
             with pytest.raises(syncprims.ConfigurationError, match=rf"{kind.__name__}\.__iter__"):
                 list(prepare_data_loader(kind(16)))

@@ -538,10 +538,16 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan, seed: int | None = None) ->
     if isinstance(loader.dataset, IterableDataset):
         return mine
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    sampler = own[name] if seed is None else _make_seedable(own[name], seed)
+    sampler: Any = getattr(loader, name)
+    sampler = sampler if seed is None else _make_seedable(sampler, seed)
     if plan.dispatch or sampling.is_sharded(sampler):
         plan = ShardPlan(0, 1, plan.even)
-    own[name] = BatchShard(sampler, plan)
+    own[name] = shard = BatchShard(sampler, plan)
+    if getattr(mine, name) is not shard:
+        what = (
+            f"{type(loader).__name__}.{name} is a property, and a loader is sharded by setting it"
+        )
+        raise ConfigurationError(f"{what}; prepare a plain DataLoader with that sampler")
     return mine
 
 
