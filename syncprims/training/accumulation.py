@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_ as torch_clip_norm_
 from torch.nn.utils import clip_grad_value_ as torch_clip_value_
 from torch.optim import Optimizer
 
-from syncprims import all_gather, all_reduce, get_world_size
+from syncprims import all_gather, all_reduce, any_rank, get_world_size
 
 from .data.loader import Cursor, OpenLoaders
 from .gradient_sync import (
@@ -218,7 +218,8 @@ class Accumulator:
 
     def _watch_model(self, model: nn.Module) -> None:
         """Average the gradients of `model` after passes that the library does not run, too."""
-        if get_world_size() > 1 and not averages_gradients_itself(model):
+        is_ddp = isinstance(model, DistributedDataParallel)
+        if get_world_size() > 1 and (is_ddp or not averages_gradients_itself(model)):
             self._watch.add(model)
 
     def _average_plain(self, models: Sequence[nn.Module]) -> None:
@@ -237,6 +238,8 @@ class Accumulator:
         for model in models:
             if not joining and any(True for _ in model.buffers()):
                 broadcast_buffers(model)
+        if not joining:
+            self._complete(models)
         models = [m for m in models if joining or not averages_gradients_itself(m)]
         if not models:
             return
@@ -248,6 +251,13 @@ class Accumulator:
         average_gradients(own)
         if joining:
             self._averaged.update((p, p.grad) for p in own)
+
+    def _complete(self, models: Iterable[nn.Module]) -> None:
+        """Average the gradients that DDP has not averaged, on any rank. Collective."""
+        wrapped = [m for m in models if isinstance(m, DistributedDataParallel)]
+        missed = [self._watch.misses(m) for m in wrapped]
+        if missed and any_rank(any(missed), name="gradients outside of DDP"):
+            average_gradients(dict.fromkeys(p for m in wrapped for p in m.parameters()))
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -496,8 +506,8 @@ class AccumulationWindow:
         if there:
             torch._foreach_mul_(there, factor)  # pyright: ignore[reportPrivateImportUsage]
 
-    def average(self, skip: Iterable[nn.Module] = ()) -> None:
-        """Average gradients over the ranks, except those that a wrapper averages. Collective."""
+    def average(self, skip: Collection[nn.Module] = ()) -> None:
+        """Average gradients over the ranks, but for those that a wrapper averages. Collective."""
         if get_world_size() == 1:
             return
         joining = self._accumulator._announce is not None
@@ -505,6 +515,8 @@ class AccumulationWindow:
         models = [m for m in self.models if joining or m not in self._wrapped]
         own = dict.fromkeys(p for m in models for p in m.parameters())
         average_gradients(p for p in own if p not in skipped)
+        if not joining:
+            self._accumulator._complete(m for m in self._wrapped if m not in skip)
 
     def close(self) -> bool:
         """Close the window early on all ranks: scale and average its gradients. Collective.

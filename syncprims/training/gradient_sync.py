@@ -1,8 +1,8 @@
 """Gradients, parameters and buffers made equal on all ranks, in flat buckets by all-reduce.
 
-Works on every backend. A model in DDP is averaged by DDP, during the backward pass. Here averaging
-does not overlap with it on purpose: ranks that share memory reduce with the very processors that
-compute the gradients.
+Works on every backend. Averaging does not overlap with the backward pass on purpose: on CPUs the
+processors that compute the gradients also reduce them. On devices models are in DDP, which averages
+during the backward pass; what its reducer has not averaged is averaged here afterwards.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from zlib import crc32
 
 import torch
 from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parameter import is_lazy
 
@@ -179,6 +180,26 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{shape}, {str(tensor.dtype).removeprefix('torch.')}" + ", frozen" * frozen
 
 
+class WrappedModel(DDP):
+    """DDP with the attributes of the model inside: ``model.encode(x)`` works on every backend."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.comm_hooks: list[tuple[Any, Any]] = []  #: the program's own, if any, and its state
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not there yet, or no longer
+                raise
+            return getattr(self.module, name)
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        """Let `hook` average the buckets: it is called where they are recorded."""
+        self.comm_hooks[:] = [(state, hook)]
+
+
 def averages_gradients_itself(model: nn.Module) -> bool:
     """Return whether `model` averages its gradients over the ranks, as in DDP and FSDP."""
     return isinstance(model, DDP) or hasattr(model, "set_requires_gradient_sync")
@@ -218,6 +239,7 @@ class BackwardWatch:
         self._handles: list[Any] = []
         self._pass = -1  # the number that torch has given to the current pass
         self._reached: set[int] = set()  # places of the models that it has reached
+        self._reduced: dict[nn.Module, set[torch.Tensor]] = {}  # by DDP, in the current pass
 
     def add(self, model: nn.Module) -> None:
         """Watch `model`, also those of its parameters that are frozen now."""
@@ -225,6 +247,8 @@ class BackwardWatch:
             return
         place = len(self._models)
         self._models.append(model)
+        if isinstance(model, DDP):
+            self._reduced[model] = _record_reductions(model)
 
         def note(_: torch.Tensor) -> None:
             if not self.paused:
@@ -243,6 +267,19 @@ class BackwardWatch:
             handle.remove()
         self._handles.clear()
         self._models.clear()
+        self._reduced.clear()
+
+    def misses(self, model: nn.Module) -> bool:
+        """Return whether `model` has gradients that its DDP has not averaged in the last pass.
+
+        So it is with parameters that DDP was not made with, since they were frozen or not there
+        yet, and if DDP has not seen the forward pass.
+        """
+        reduced = self._reduced[model]
+        missed = any(p.grad is not None and p.requires_grad and p not in reduced
+                     for p in model.parameters())  # fmt: skip
+        reduced.clear()
+        return missed
 
     def _note(self, place: int) -> None:
         # A failed pass never ended: the number of the pass shows that, and an empty set would not.
@@ -254,4 +291,24 @@ class BackwardWatch:
 
     def _end(self) -> None:
         reached, self._pass = sorted(self._reached), -1
-        self._average([self._models[place] for place in reached if place < len(self._models)])
+        models = [self._models[place] for place in reached if place < len(self._models)]
+        _engine.queue_callback(lambda: self._average(models))  # after DDP has written its means
+
+
+def _record_reductions(model: DDP) -> set[torch.Tensor]:
+    """Return a set that gets the parameters whose gradients DDP averages, as it averages them.
+
+    It stays empty if the program's own hook does that: then they are averaged once more.
+    """
+    reduced: set[torch.Tensor] = set()
+    usual = model.process_group, allreduce_hook
+    chosen: list[Any] = getattr(model, "comm_hooks", [])  # not the model: torch holds what is here
+
+    def reduce(bucket: Any) -> Any:
+        reduced.update(bucket.parameters())
+        state, hook = chosen[0] if chosen else usual
+        return hook(state, bucket)
+
+    with contextlib.suppress(RuntimeError):  # there is one already
+        DDP.register_comm_hook(model, None, lambda _, bucket: reduce(bucket))
+    return reduced

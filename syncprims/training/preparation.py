@@ -23,7 +23,12 @@ from syncprims._world.world import has_torch_engine
 
 from .accumulation import Accumulator
 from .data.loader import PreparedLoader, prepare_data_loader
-from .gradient_sync import averages_gradients_itself, broadcast_model, has_process_group
+from .gradient_sync import (
+    WrappedModel,
+    averages_gradients_itself,
+    broadcast_model,
+    has_process_group,
+)
 from .optimizer import PreparedOptimizer, PreparedScheduler
 from .precision import remove_autocast
 
@@ -90,16 +95,16 @@ class Preparation:
     loaders: list[PreparedLoader[Any]] = field(default_factory=list[PreparedLoader[Any]])
 
     def __post_init__(self) -> None:
-        # With a group of Gloo or NCCL models are wrapped in DDP, which averages gradients while
-        # they are computed. One of ours would be slower than the average at the step.
+        # For DDP on devices, which averages gradients while they are computed. With a group of ours
+        # it would be slower than the average at the step.
         if get_world_size() > 1 and has_torch_engine(current()):
             current().open_process_group()
 
     def model(self, model: nn.Module, *, wrap: bool = True) -> nn.Module:
         """Return `model` on the device, with rank 0's values, in the job's precision. Collective.
 
-        On the torch backend, and if the program runs a ``torch.distributed`` group of all ranks, it
-        is wrapped in DDP, unless `wrap` is false.
+        If ``torch.distributed`` has a group of all ranks, as on the torch backend, it is wrapped in
+        DDP on a device, and with :attr:`ddp_options` also on the CPU, unless `wrap` is false.
 
         :raises RankMismatch: on all ranks, if the models differ in more than their values.
         """
@@ -113,6 +118,7 @@ class Preparation:
             broadcast_model(model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         self.accumulator.precision.apply(inner, **self.autocast_options)
+        wrap = wrap and (self.device.type != "cpu" or bool(self.ddp_options))
         trained = wrap and any(p.requires_grad for p in model.parameters())
         grouped = has_process_group() and distributed.get_world_size() == get_world_size() > 1
         if trained and not wrapped and grouped:
@@ -121,7 +127,7 @@ class Preparation:
             options: dict[str, Any] = {_BUFFERS: False, **self.ddp_options}
             if self.device.type == "cuda":
                 options.setdefault("device_ids", [self.device.index])
-            model = DistributedDataParallel(model, **options)
+            model = WrappedModel(model, **options)
         if get_world_size() > 1 and not hasattr(model, "no_sync"):
             object.__setattr__(model, "no_sync", _NoSync(self.accumulator, model))
         self.accumulator.models.append(model)

@@ -45,7 +45,6 @@ def join_uneven_inputs(accumulator: Accumulator) -> Generator[None]:
             stack.enter_context(gradient_sync(model, False))
             check = model.register_forward_pre_hook(lambda model, _: check_joinable([model]))
             stack.callback(check.remove)
-            accumulator._watch.add(model)
         stack.callback(join.end)
         yield
         join.follow()

@@ -22,9 +22,6 @@ with_others = pytest.mark.parametrize(
 in_pairs = pytest.mark.parametrize(
     "kind", [k for k in TRAINED if k.ranks == 2], ids=str, indirect=True
 )
-without_ddp = pytest.mark.parametrize(
-    "kind", [k for k in TRAINED if k.backend != "torch"], ids=str, indirect=True
-)
 alone = pytest.mark.parametrize("kind", TRAINED[:1], ids=str, indirect=True)
 
 

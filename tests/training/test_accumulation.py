@@ -27,7 +27,6 @@ from support.training_models import (
     small_model,
     unit_model,
     with_others,
-    without_ddp,
 )
 from torch import nn
 
@@ -619,7 +618,7 @@ def test_running_means_go_on_with_the_ranks_that_train(world: Ranks) -> None:
     assert world.run(program) == [5.0, 5.0]
 
 
-@without_ddp
+@everywhere
 @on_every_rank
 def test_models_may_grow_after_prepare() -> None:
     accumulator, rank = Accumulator(2), syncprims.get_rank()

@@ -11,7 +11,7 @@ import torch
 from support.checkpoint_worlds import Alone
 from support.process_groups import with_gloo
 from support.rank_worlds import Kind, Ranks
-from support.training_models import feed, new_job, numbers, small_model
+from support.training_models import close, feed, new_job, numbers, rows, small_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -62,7 +62,7 @@ def whole_rows(count: int) -> torch.utils.data.TensorDataset:
 def test_ddp_gives_the_bits_of_one_rank(
     grouped: Callable[[Program], list[Any]], alone: Alone, steps: int, weighted: bool
 ) -> None:
-    def program() -> tuple[str, list[float], list[bool]]:
+    def program() -> tuple[bool, list[float], list[bool]]:
         ranks = syncprims.get_world_size()
         job = new_job(steps, ddp={"find_unused_parameters": True})
         model: nn.Module = Whole()
@@ -81,14 +81,104 @@ def test_ddp_gives_the_bits_of_one_rank(
                 synced.append(job.sync_gradients)
                 optimizer.step()
                 optimizer.zero_grad()
-        return type(model).__name__, numbers(model), synced
+        return isinstance(model, DistributedDataParallel), numbers(model), synced
 
-    kind, wanted, closed = alone(program)
-    assert kind == "Whole"
+    wrapped, wanted, closed = alone(program)
+    assert not wrapped
     assert closed == [steps == 1 or i in (3, 7, 8) for i in range(9)]
     moved = [a != b for a, b in zip(wanted, numbers(Whole()), strict=True)]
     assert moved == [True] * 8 + [False] * 6
-    assert grouped(program) == [("DistributedDataParallel", wanted, closed)] * 2
+    assert grouped(program) == [(True, wanted, closed)] * 2
+
+
+class _Parts(nn.Module):
+    """A part is frozen, and a part may be used by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.late = small_model(1)[0], small_model(2)[0].requires_grad_(False)
+        self.head, self.added = small_model(3)[2], nn.Module()
+
+    def encode(self, x: torch.Tensor) -> Any:
+        return self.encoder(x).tanh()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.encode(x) + self.late(x))
+
+
+def _grow(inner: Any) -> None:
+    inner.added = small_model(4)
+
+
+#: What comes before the training, and the loss: of the prepared model, the model inside and data.
+_PASSES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any, Any], Any]]] = {
+    "as usual": (id, lambda model, _, x: model(x)),
+    "unfrozen": (lambda inner: inner.requires_grad_(True), lambda model, _, x: model(x)),
+    "past the wrapper": (id, lambda _, inner, x: inner(x)),
+    "a part": (id, lambda _, inner, x: inner.head(inner.encode(x))),
+    "also a part": (id, lambda model, inner, x: model(x) + inner.encode(x).mean(1, keepdim=True)),
+    "grown": (_grow, lambda model, inner, x: model(x) + inner.added(x)),
+    "two passes forward": (id, lambda model, _, x: model(x) + model(2 * x).detach()),
+}
+
+
+@pytest.mark.parametrize("wrapped", ["no", "with options", "by hand"])
+def test_gradients_are_averaged_wherever_they_come_from(
+    grouped: Callable[[Program], list[Any]], alone: Alone, wrapped: str
+) -> None:
+    """Also those that DDP's reducer does not see."""
+
+    def trained(case: str, plain: bool) -> list[float]:
+        ranks, rank = syncprims.get_world_size(), syncprims.get_rank()
+        job = new_job(2, ddp={"bucket_cap_mb": 1} if wrapped == "with options" else None)
+        given: Any = _Parts()
+        if wrapped == "by hand" and ranks > 1:
+            given = DistributedDataParallel(given)
+        model = job.prepare(given)
+        inner: Any = job.unwrap_model(model)
+        begin, compute = _PASSES[case]
+        begin(inner)
+        if wrapped == "with options":
+            assert model.encode(torch.ones(1, 3).double()).shape == (1, 5)
+        optimizer = job.prepare(torch.optim.Adam(inner.parameters(), 0.1))
+        for step in range(4):
+            x = rows(8 * step + 8).tensors[0][8 * step :].chunk(ranks)[rank]
+            with job.accumulate(model):
+                loss = compute(model, inner, x).square().mean()
+                for twice in (True, False):  # the second pass has no forward pass of its own
+                    if plain:
+                        loss.backward(retain_graph=twice)
+                    else:
+                        job.backward(loss, retain_graph=twice)
+                optimizer.step()
+                optimizer.zero_grad()
+        return numbers(inner)
+
+    cases = [(case, plain) for case in _PASSES for plain in (False, True)]
+    wanted = alone(lambda: [trained(*case) for case in cases])
+    results = grouped(lambda: [trained(*case) for case in cases])
+    assert results[0] == results[1]
+    for case, mine, whole in zip(cases, results[0], wanted, strict=True):
+        assert close(mine, whole, within=1e-9), case
+
+
+def test_a_program_may_compress_what_ddp_sends(grouped: Callable[[Program], list[Any]]) -> None:
+    def program() -> list[float]:
+        seen: list[float] = []
+
+        def to_one(factor: float, bucket: Any) -> Any:
+            seen.append(factor)
+            future: Any = torch.futures.Future()
+            future.set_result(torch.full_like(bucket.buffer(), factor))
+            return future
+
+        job = new_job(ddp={"bucket_cap_mb": 1})
+        model = job.prepare(nn.Linear(1, 1, bias=False))
+        model.register_comm_hook(3.0, to_one)
+        job.backward(model(torch.ones(1, 1)).sum())
+        return [*seen, float(model.weight.grad)]
+
+    assert grouped(program) == [[3.0, 3.0]] * 2
 
 
 def test_who_wrapped_by_hand_keeps_the_wrapper(grouped: Callable[[Program], list[Any]]) -> None:
