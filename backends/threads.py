@@ -80,15 +80,14 @@ class SharedWorld:
 
     def lose(self, slot: int, detail: str) -> None:
         """Show a rank to the others as dead from now on, whatever it still does."""
-        self.scheduler.access(slot, _ENDS, "write")
+        self.scheduler.access(slot, _ENDS, "post")
         self.states[slot] = "lost", detail, b""
         self.ended.add(slot)
 
     def leave(self, slot: int, failure: bytes | None) -> None:
         """Show to the others how a rank has ended."""
         if self.states[slot][0] == "alive":
-            if failure is not None:  # whoever waits for one that has finished waits in vain anyway
-                self.scheduler.access(slot, _ENDS, "write")
+            self.scheduler.access(slot, _ENDS, "post")
             self.states[slot] = "finished" if failure is None else "failed", "", failure or b""
             self.ended.add(slot)
 
@@ -176,7 +175,8 @@ class ThreadBackend(Backend):
             finally:
                 for board in own:
                     waiting.pop(board, None)
-            for board in own if len(own) > 1 else ():  # which of them is the first makes an order
+            # Which of them is the first makes an order, and so does whether any is in time.
+            for board in own if len(own) > 1 or scheduler.now() >= until else ():
                 scheduler.access(self._slots.own, board.key, "read")
         return ready()
 
@@ -212,6 +212,7 @@ class ThreadSlots(Slots):
         self._backend = backend
         self._world = world
         self._access = partial(world.scheduler.access, slot)
+        self._until = math.inf  # of the last wait
 
     def publish_call(self, call: bytes) -> None:
         """Publish the call; another rank may be faster."""
@@ -222,7 +223,8 @@ class ThreadSlots(Slots):
 
     def call_of(self, slot: int) -> bytes:
         """Return the last call of `slot`."""
-        self._access(("call", slot), "collect" if slot in self._world.calls else "read")
+        awaited = slot in self._world.calls and self.now() < self._until
+        self._access(("call", slot), "collect" if awaited else "read")
         return self._world.calls.get(slot, b"")
 
     def state(self, slot: int) -> State:
@@ -256,7 +258,7 @@ class ThreadSlots(Slots):
         :raises SyncError: if all wait for each other.
         """
         scheduler, waiting = self._world.scheduler, self._world.waiting
-        until = scheduler.now() + timeout
+        until = self._until = scheduler.now() + timeout
         wait = _ReformWait(self, missing)
         with scheduler.inside(self.own):
             waiting[wait] = ""
@@ -340,21 +342,25 @@ class ThreadBoard(Board):
         """Return the notes of the oldest uncollected round; other ranks run meanwhile."""
         with self._scheduler.inside(self._own):
             self.waiting_since = self._scheduler.now()
+            until = self.waiting_since + (math.inf if timeout is None else timeout)
             if self._is_complete():
                 # The last to come need not be the first to continue.
                 self._scheduler.step(self._own)
             elif not self._is_in_vain():
-                until = self.waiting_since + (math.inf if timeout is None else timeout)
                 self._world.waiting[self] = ""
                 try:
                     self._scheduler.wait(self._own, self._settled, until)
                 finally:
                     self._world.waiting.pop(self, None)
+            is_complete = self._is_complete()
             if self._exact:
-                self._access(_ENDS, "read")
+                # Notes that end the wait come before its end. Those of its last instant need not.
+                mode = "collect" if is_complete and self._scheduler.now() < until else "read"
+                self._access((self.key, self.collected + 1), mode)
                 self._access((self.key, "verdict"), "read")
-                self._access((self.key, self.collected + 1), "collect")
-            if not self._is_complete():
+                if not is_complete:
+                    self._access(_ENDS, "read")
+            if not is_complete:
                 return None
             number = self.collected = self.collected + 1
             shared = self._shared

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 #: ``read`` and ``write`` are as usual. What one rank adds with ``post``, in any order with the
-#: posts of others, another one awaits with ``collect``, or sees, or misses, with ``read``.
+#: posts of others, another one awaits with ``collect``, or sees, or misses, with ``read``. A wait
+#: whose deadline has come reads, also where it finds what it awaits: it could have ended without.
 Mode = Literal["read", "write", "post", "collect"]
 Footprint = dict[Hashable, set[Mode]]
 
 #: Pairs of accesses, alphabetically, whose order makes a difference.
 _RACES = {("read", "write"), ("write", "write"), ("post", "read")}
-_ORDERED = _RACES | {("collect", "post")}  # a post that is awaited comes first anyway
+_ORDERED = _RACES | {("collect", "post")}  # a post without which the wait goes on comes first
 
 
 def _pairs(one: Footprint, other: Footprint, kinds: set[tuple[str, str]]) -> bool:

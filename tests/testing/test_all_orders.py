@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 import syncprims as sp
-from syncprims.testing import Kill, UncontrolledError, access, every_point, explore, run_world
+from syncprims.testing import (
+    Delay,
+    Kill,
+    UncontrolledError,
+    access,
+    every_point,
+    explore,
+    run_world,
+    sleep,
+)  # fmt: skip
+from syncprims.testing.orders import find_orders
+from syncprims.testing.outcomes import WorldRun
+from syncprims.testing.world_spec import WorldSpec
+from syncprims.testing.worlds import run_once
 
 #: What a rank does, in order: it reads or writes (True) a thing, or comes to a barrier (None).
 Program = list[tuple[str, bool] | None]
@@ -85,6 +101,172 @@ def test_all_that_ranks_can_see_comes_up(start: int) -> None:
         different += explored.schedules
         needed += len(found)
     assert different <= 1.02 * needed
+
+
+class Search:
+    """A search through all orders that does not know which of them can differ."""
+
+    exact = True
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, Sequence[int]]] = []
+        self.prefix: list[int] = []
+
+    def pick(self, able: Sequence[int], current: int | None) -> int:
+        at = len(self.steps)
+        rank = self.prefix[at] if at < len(self.prefix) else able[0]
+        self.steps.append((rank, able))
+        return rank
+
+    def access(self, rank: int, thing: object, mode: str) -> None:
+        pass
+
+    def go_on(self) -> bool:
+        while self.steps:
+            rank, able = self.steps.pop()
+            if rank != able[-1]:
+                later = able[able.index(rank) + 1]
+                self.prefix, self.steps = [*(r for r, _ in self.steps), later], []
+                return True
+        return False
+
+
+def ends_of(run: WorldRun) -> Any:
+    """Return how the ranks have ended: with which results and errors."""
+    return tuple((o.end, repr(o.result), type(o.error).__name__) for o in run.outcomes)
+
+
+def assert_all_ends_come_up(
+    program: Any, ranks: int, faults: Sequence[Delay] = (), most: int = 250
+) -> set[Any]:
+    spec = WorldSpec(program, ranks, faults=faults, traced=False)
+    search, searched = Search(), set[Any]()
+    for _ in range(most):
+        searched.add(ends_of(run_once(replace(spec, schedule=search))))
+        if not search.go_on():
+            break
+    found: set[Any] = set()
+    for schedule in find_orders(ranks):
+        found.add(ends_of(run_once(replace(spec, schedule=schedule))))
+    assert searched <= found, searched - found
+    return found
+
+
+def late_barrier() -> None:
+    if sp.is_main():
+        sleep(5)
+    sp.barrier(timeout=5)
+
+
+def late_gather() -> list[int]:
+    if sp.is_main():
+        sleep(5)
+    return sp.all_gather(sp.get_rank(), timeout=5)
+
+
+def late_end() -> None:
+    if sp.is_main():
+        sleep(5)
+    else:
+        sp.barrier(timeout=5)
+
+
+def late_failure() -> None:
+    if sp.is_main():
+        sleep(5)
+        raise ValueError("bad batch")
+    sp.barrier(timeout=5)
+
+
+def deferred_flag() -> list[bool]:
+    stop = sp.Trigger("stop")
+    if not sp.is_main():
+        sleep(4)
+        stop.set()
+    seen = [stop.check() for _ in range(2)]
+    if sp.is_main():
+        sleep(4)
+    sp.barrier(timeout=4)
+    return seen
+
+
+def two_groups() -> Any:
+    groups = [sp.group([0, 1]), sp.group([0, 2])]
+    if sp.is_main():
+        sleep(5)
+    try:
+        for group in groups if sp.is_main() else [groups[sp.get_rank() - 1]]:
+            group.barrier(timeout=5)
+    except sp.SyncError as error:
+        return type(error).__name__
+    return "met"
+
+
+@pytest.mark.parametrize(
+    ("program", "ranks", "ends"),
+    [
+        (late_barrier, 2, 2), (late_gather, 2, 2), (late_end, 2, 2), (late_failure, 2, 2),
+        (deferred_flag, 2, 2), (two_groups, 3, 4),
+    ],
+    ids=lambda of: getattr(of, "__name__", str(of)),
+)  # fmt: skip
+def test_what_comes_at_the_instant_of_a_deadline_may_come_before_or_after(
+    program: Any, ranks: int, ends: int
+) -> None:
+    assert len(assert_all_ends_come_up(program, ranks)) == ends
+
+
+def test_a_delay_until_the_deadline_fails_in_one_order_and_one_below_it_has_one() -> None:
+    def program() -> None:
+        sp.barrier(timeout=3)
+
+    with pytest.raises(sp.SyncTimeout):
+        explore(program, 2, strategy="all", faults=[Delay(0, seconds=3)])
+    one = explore(program, 3, strategy="all", faults=[Delay(0, seconds=2.5)])
+    assert one.schedules == 1
+
+
+def random_ties(seed: int) -> tuple[Any, list[Delay]]:
+    """Return a program of two ranks, and faults, with events and deadlines at few instants."""
+    dice = random.Random(seed)
+    calls = [
+        (dice.choice(["barrier", "all_gather", "any_rank", "main_first", "in_turn"]),
+         dice.choice([None, 1, 2, 2]))
+        for _ in range(dice.randint(1, 2))
+    ]  # fmt: skip
+    sleeps = [[dice.choice([None, 0, 1, 2]) for _ in range(len(calls) + 1)] for _ in range(2)]
+    ends = [dice.choice([None, None, 0, len(calls)]) for _ in range(2)]  # before this call
+    delays = [Delay(dice.randrange(2), 1, dice.choice([1, 2]))] * (dice.random() < 0.3)
+
+    def program() -> Any:
+        me, log = sp.get_rank(), []
+        for number, (kind, timeout) in enumerate([*calls, ("", None)]):
+            if sleeps[me][number] is not None:
+                sleep(sleeps[me][number])
+            if not kind or ends[me] == number:
+                return log
+            try:
+                if kind in ("main_first", "in_turn"):
+                    with getattr(sp, kind)(timeout=timeout):
+                        sleep(1)
+                elif kind == "barrier":
+                    sp.barrier(timeout=timeout)
+                else:
+                    log.append(getattr(sp, kind)(me == 1, timeout=timeout))
+            except sp.SyncError as error:
+                log.append(type(error).__name__)
+        return log
+
+    return program, delays
+
+
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(400), marks=pytest.mark.soak)])
+def test_random_programs_with_ties_agree_with_a_search_through_all_orders(seeds: range) -> None:
+    several = 0
+    for seed in seeds:
+        program, delays = random_ties(seed)
+        several += len(assert_all_ends_come_up(program, 2, delays)) > 1
+    assert several > len(seeds) / 8
 
 
 def test_collectives_commute() -> None:
@@ -200,3 +382,15 @@ def test_calls_of_the_store_come_in_every_order() -> None:
         2, strategy="all", torch=True, check=check_count,
     )  # fmt: skip
     assert "all" in explored.certificate
+
+    def receive() -> Any:
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 0:
+            sleep(5)
+            dist.isend(torch.zeros(2), 1).wait()
+        else:
+            dist.irecv(torch.zeros(2), 0).wait(timedelta(seconds=5))
+
+    torch: Any = importlib.import_module("torch")
+    with pytest.raises(sp.SyncTimeout):
+        explore(receive, 2, strategy="all", torch=True)
