@@ -133,9 +133,11 @@ class RankOutcome:
     detail: str = ""  #: how a process died, or what a rank does that has not ended
     #: all except that of the start
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
-    #: where it waits, or waited without result; a text if it waits for any of several notes
-    waits: RecordedCall | str | None = None
-    waits_for_notes: bool = False  #: nothing but a note ends that wait
+    #: where each of its threads, by their native numbers, waits or waited without result, and
+    #: whether nothing but a note ends that; a text if it waits for any of several notes
+    waiting: dict[int, tuple[RecordedCall | str, bool]] = field(
+        default_factory=dict[int, tuple[RecordedCall | str, bool]]
+    )
     torn: bool = False  #: it has seen a group break, and may have handled that
     struck: list[Fault] = field(default_factory=list[Fault])
 
@@ -149,7 +151,20 @@ class RankOutcome:
                 if isinstance(fact, Kill | Stop):
                     self.end = "killed" if isinstance(fact, Kill) else "stopped"
             case "wait":
-                self.waits, self.waits_for_notes = fact
+                thread, waits, only_notes = fact
+                self.waiting.pop(thread, None)
+                if waits is not None:
+                    self.waiting[thread] = waits, only_notes
+
+    @property
+    def waits(self) -> RecordedCall | str | None:
+        """Where it waits, or waited without result: its latest wait."""
+        return next((waits for waits, _ in reversed(self.waiting.values())), None)
+
+    @property
+    def waits_for_notes(self) -> bool:
+        """Whether nothing but a note ends that wait."""
+        return next((only_notes for _, only_notes in reversed(self.waiting.values())), False)
 
     @property
     def failed_in_call(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -58,6 +59,15 @@ class Probe:
                 outcome.take("fault", fault)
                 self.journal("fault", number)
                 apply_fault(fault, self._target)
+
+    def record_wait(self, call: RecordedCall | str | None) -> None:
+        """Record that this thread waits in `call`, or that its wait is over."""
+        # Not by `get_ident`: a new thread may have that of one that has ended in a call.
+        self.outcome.take("wait", (threading.get_native_id(), call, False))
+
+    def journal_wait(self, call: RecordedCall | str | None, only_notes: bool) -> None:
+        """Let the test know of a wait, and whether nothing but a note ends it."""
+        self.journal("wait", (threading.get_native_id(), call, only_notes))
 
     def check_alive(self) -> None:
         """Raise `Killed` if this rank has been killed."""
@@ -109,16 +119,16 @@ def _probed_backend(cls: Any) -> type[Any]:
             probe = self.probe
             probe.check_alive()
             if call:
-                probe.outcome.waits = call
-                probe.journal("wait", (call, timeout is None))
+                probe.record_wait(call)
+                probe.journal_wait(call, timeout is None)
             try:
                 came: bool = super().wait_any(boards, ready, timeout, call)
             finally:
                 if call:
-                    probe.journal("wait", (None, False))
+                    probe.journal_wait(None, False)
             probe.check_alive()
             if came and call and not any(board.verdict() for board in boards):
-                probe.outcome.waits = None
+                probe.record_wait(None)
             return came
 
     return ProbedBackend
@@ -153,10 +163,10 @@ def _probed_slots(cls: Any) -> type[Any]:
         ) -> None:
             probe = self.probe
             probe.check_alive()
-            probe.outcome.waits = "reform"
+            probe.record_wait("reform")
             super().wait(ready, timeout, missing)
             probe.check_alive()
-            probe.outcome.waits = None
+            probe.record_wait(None)
 
     return ProbedSlots
 
@@ -196,17 +206,17 @@ def _probed_board(cls: Any) -> type[Any]:
         def collect(self, timeout: float | None = None) -> Any:
             probe = self.probe
             probe.check_alive()
-            probe.outcome.waits = self.__last
+            probe.record_wait(self.__last)
             notes = super().collect(timeout)
             if notes is not None:
-                probe.outcome.waits = None
+                probe.record_wait(None)
             return notes
 
         def publish_wait(self, wait: WaitView) -> None:
             super().publish_wait(wait)
             waits = bool(wait.number)
             only_notes = waits and wait.deadline == math.inf and not threads_that_may_call()
-            self.probe.journal("wait", (self.__last if waits else None, only_notes))
+            self.probe.journal_wait(self.__last if waits else None, only_notes)
 
         def abort(self, verdict: bytes) -> None:
             self.probe.check_alive()

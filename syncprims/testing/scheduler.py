@@ -147,6 +147,11 @@ class Seed(NamedTuple):
         return RandomSchedule(self.number)
 
 
+def _never() -> bool:
+    """Return False: a rank sleeps until its time."""
+    return False
+
+
 class RankThread(threading.Thread):
     """The thread of a rank: a daemon; threads that it starts are not, unless they ask for it.
 
@@ -179,6 +184,16 @@ class _Turn:
         self.done = False
         self.substitute: int | None = None  #: the thread that makes a call in place of the own one
         self._depth = 0
+
+    @property
+    def halted(self) -> bool:
+        """Whether the rank has ended, or a fault has stopped it: its threads do nothing more."""
+        return self.done or (self.sleeps and self.until == math.inf)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether nothing but the time ends this wait."""
+        return self.ready is _never
 
     @property
     def inside(self) -> bool:
@@ -288,7 +303,7 @@ class Scheduler:
 
     def sleep(self, rank: int, seconds: float) -> None:
         """Return after so many seconds of virtual time; other ranks run meanwhile."""
-        self.wait(rank, lambda: False, self._now + seconds)
+        self.wait(rank, _never, self._now + seconds)
 
     def await_threads(self, rank: int) -> None:
         """Return when `rank` has no thread left for which Python would wait at its exit."""
@@ -382,9 +397,15 @@ class Scheduler:
             return "helper"  # it may end, and let the rank leave
         if self._enter_rank is not None and not outside:
             return ""  # else a thread may make a call only for a rank that waits for it
-        callers = {thread: turn.waits for (_, thread), turn in self._by_thread.items()}
+        # Those of a rank that has ended, or that a fault has stopped, make no more calls.
+        living = [turn.rank for turn in self._turns if turn.own and not turn.halted]
+        callers = {
+            thread: turn.waits for (rank, thread), turn in self._by_thread.items() if rank in living
+        }
         for thread in threading.enumerate():
-            if thread not in callers and all(thread not in of.started for of in self.threads):
+            if thread not in callers and not any(
+                thread in self.threads[rank].started for rank in living
+            ):
                 continue
             is_here = thread is threading.current_thread() or thread.ident in may_call
             if is_here and not isinstance(thread, RankThread) and not callers.get(thread):
@@ -478,6 +499,7 @@ class Scheduler:
 
     def _choose(self, current: _Turn | None) -> _Turn | None:
         """Return the thread that has the turn now, or None when all are done."""
+        looks = 0  # one after another that have found that no thread may come
         while True:
             now = self._now
             self._choosing = True
@@ -495,16 +517,22 @@ class Scheduler:
             if all(turn.done if turn.own else not turn.waits for turn in self._turns):
                 return None
             comer = self._who_may_come()
-            if comer:
+            # A thread that may come ends no sleep of a rank, so that need not last as long.
+            first = min(self._turns, key=lambda turn: turn.until)
+            if comer and not (comer == "helper" and first.sleeps and first.until < math.inf):
                 begin = time.monotonic()
                 time.sleep(_LOOK_EVERY)
                 if comer == "helper":  # it may sleep for long
                     self._now += time.monotonic() - begin
+                looks = 0
                 continue
-            # Only a second look is certain: a thread may have come, or ended, since the first.
+            # Only a second look is certain. In the first one, a thread that was still to do
+            # something may have ended before it was looked at, and have let a rank go on.
+            looks += 1
+            if looks < 2:
+                continue
+            looks = 0
             waiting = [turn for turn in self._turns if turn.waits]
-            if any(turn.able(now) for turn in waiting):
-                continue
             self._now = max(now, min((turn.until for turn in waiting), default=math.inf))
             if self._now == math.inf:
                 self._now = now

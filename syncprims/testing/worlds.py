@@ -302,8 +302,10 @@ def every_point(
                 if check is not None:
                     check(point)
                 points.append(point)
-            if worlds == most and struck:
-                raise ValueError(f"{fault} still happened after {most} worlds; raise most=")
+            if worlds == most and (struck or strategy == "all"):
+                raise ValueError(
+                    f"{most} worlds were too few: the last of them was one with {here}; raise most="
+                )
         if not struck:
             return points
     raise AssertionError  # never reached

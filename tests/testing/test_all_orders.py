@@ -356,6 +356,8 @@ def test_survivors_of_a_kill_are_one_world_in_every_order() -> None:
     assert {str(point.results) for point in points} == {"[((0, 2), 2), None, ((0, 2), 2)]"}
     with pytest.raises(ValueError, match="threads"):
         every_point(program, Kill(1), 3, strategy="all", kind="processes")
+    with pytest.raises(ValueError, match="20 worlds were too few"):  # before the fault strikes
+        every_point(lambda: (count(3), sp.barrier()), Kill(1), 4, strategy="all", most=20)
 
 
 def test_calls_of_the_store_come_in_every_order() -> None:

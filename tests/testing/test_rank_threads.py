@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from conftest import WorldKind, both_kinds
 from support.random_programs import in_thread
 
 import syncprims as sp
-from syncprims.testing import DeadlockError, Delay, Kill, run_world
+from syncprims.testing import DeadlockError, Delay, Kill, run_world, sleep
 
 
 def in_pool(call: Callable[[], Any]) -> Any:
@@ -142,6 +143,48 @@ def test_a_rank_that_returns_early_is_a_deadlock_of_threads_too(kind: WorldKind)
 
     with pytest.raises(DeadlockError, match="rank 2 has finished"):
         run_world(program, 3, kind=kind)
+
+
+@both_kinds
+def test_a_wait_of_one_thread_is_known_while_another_one_makes_calls(kind: WorldKind) -> None:
+    def program(by_helper: bool) -> None:
+        pair = sp.group([0, 1])
+        if sp.get_rank() < 2:
+            calls = [lambda: pair.barrier("pair"), lambda: sp.barrier("all")]
+            helper = threading.Thread(target=calls[by_helper])
+            helper.start()
+            try:
+                calls[not by_helper]()
+            finally:
+                helper.join()
+
+    for by_helper in (False, True):
+        with pytest.raises(DeadlockError, match=r"ranks \[0, 1\] of 3 wait") as caught:
+            run_world(partial(program, by_helper), 3, kind=kind)
+        assert "rank 2 has finished" in str(caught.value)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_heartbeat_holds_up_no_time_limit(ends: bool) -> None:
+    done = threading.Event()
+
+    def program() -> str:
+        def beat() -> None:
+            while not done.is_set():
+                time.sleep(0.01)
+
+        threading.Thread(target=beat, daemon=True).start()
+        with pytest.raises(sp.SyncTimeout):
+            sp.barrier("late", timeout=0.1)
+        if not ends:
+            sleep(10_000)
+        return "timeout"
+
+    try:
+        late = Delay(1, at="late", seconds=10_000)  # virtual
+        assert run_world(program, 2, faults=[late]) == ["timeout"] * 2
+    finally:
+        done.set()
 
 
 @both_kinds
