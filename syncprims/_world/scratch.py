@@ -13,7 +13,7 @@ from pathlib import Path
 from syncprims.errors import ConfigurationError
 
 _PREFIX = "syncprims-"  # of all their names
-_LOCK = "in-use"
+LOCK = "in-use"  #: a file in it, with the number of the process that has made it
 _MEMORY = "/dev/shm"
 
 
@@ -34,7 +34,8 @@ def scratch_directory(purpose: str, inside: Path | None = None) -> Generator[Pat
         fd = os.open(path / ".new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             _try_to_lock(fd)
-            (path / ".new").rename(path / _LOCK)
+            os.write(fd, str(os.getpid()).encode())
+            (path / ".new").rename(path / LOCK)
             yield path
         finally:
             os.close(fd)
@@ -59,7 +60,7 @@ def _make(purpose: str, places: list[str]) -> Path:
 def _remove_dead(*places: str) -> None:
     for place in places:
         with contextlib.suppress(OSError):
-            for path in Path(place).glob(f"{_PREFIX}*/{_LOCK}"):
+            for path in Path(place).glob(f"{_PREFIX}*/{LOCK}"):
                 if _is_free(path):
                     shutil.rmtree(path.parent, ignore_errors=True)
 

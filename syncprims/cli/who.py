@@ -13,8 +13,9 @@ Several hosts: it shows the ranks of this one, and what they know of the others;
 all ranks. Run it as the user of the job, or as root.
 
 exit code: 0 if all ranks move, or if no world runs here and none was named; 2 if there is no world
-of that name, or it cannot be read; 3 if a rank has waited for --stuck-after seconds. If all ranks
-are in collectives of torch, the command takes so many seconds, to see whether they go on.
+of that name, or it cannot be read; 3 if a rank has waited for --stuck-after seconds, in a call of
+this library or in a collective of torch. If ranks are in collectives of torch, the command takes so
+many seconds, to see whether they go on.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from .console import CommandParser, Style, table
 from .options import SECONDS
 
 _PAUSE = 0.1  # seconds between the first two looks
+_MARGIN = 10.0  # seconds that the looks take
 _COLOURS = {"moving": "green", "waiting": "yellow", "torch": "yellow", "ended": "bold"}
 
 
@@ -76,9 +78,11 @@ def run(options: argparse.Namespace) -> int:
     ):
         observation.look()
         time.sleep(observation.pause)
+        patience = time.monotonic() + options.stuck_after + _MARGIN
         while (reports := observation.look()) or not watched:
             verdicts = [report.verdict for report in reports]
-            if not watched and any(one.kind == "torch" and not one.stuck for one in verdicts):
+            in_torch = any(one.kind == "torch" and not one.stuck for one in verdicts)
+            if not watched and in_torch and time.monotonic() < patience:
                 time.sleep(_PAUSE)  # nothing says since when: so it is watched
                 continue
             code = _code(verdicts)

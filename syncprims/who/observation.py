@@ -11,19 +11,29 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims._system.processes import find_descendants
 from syncprims._world.runtime import get_settings
-from syncprims.errors import BackendUnavailable, ConfigurationError
+from syncprims.errors import BackendUnavailable, ConfigurationError, name_ranks
 from syncprims.interface import Status
 
 from . import processes
-from .processes import ProcessSample
-from .verdict import NOTABLE, BoardView, RankWait, Verdict, WorldView, judge, own_rounds
+from .processes import ProcessSample, uses_torch
+from .verdict import (
+    MOST_NAMED,
+    NOTABLE,
+    BoardView,
+    RankWait,
+    Verdict,
+    WorldView,
+    judge,
+    own_rounds,
+    subject,
+)
 
 if TYPE_CHECKING:
     from .worlds import WorldReader
@@ -31,6 +41,8 @@ if TYPE_CHECKING:
 _PAUSE = 0.1  # seconds between the two looks of `who`
 _BUSY = 0.5  # of a processor: such a process computes
 _MOST_WORKERS = 4  # processes of a rank that are looked at
+_ALONE = ("running", "uninterruptible", "stopped")  # states of ranks that are in no call of ours
+_MOVES = 0.05  # of a processor: threads that carry data use more
 _STACKS_EVERY = 2.0  # seconds between two readings of Python stacks
 
 
@@ -76,6 +88,19 @@ class _Look(NamedTuple):
     samples: Mapping[int, ProcessSample]
 
 
+class _Stand(NamedTuple):
+    """A rank in one line of torch's collectives, without going on."""
+
+    line: str
+    rounds: int
+    since: ProcessSample  #: the first look at it there
+
+    @property
+    def collective(self) -> str:
+        """The function that it has called."""
+        return self.line.rpartition(", in ")[2]
+
+
 def who(
     which: str | int | os.PathLike[str] | None = None,
     *,
@@ -112,8 +137,8 @@ class Observation:
     _before: dict[str, _Look] = field(default_factory=dict[str, _Look])
     _lines: dict[int, str] = field(default_factory=dict[int, str])
     _lines_at: float = -math.inf
-    #: By world: where all ranks were in collectives of torch, and since when they are there.
-    _in_torch: dict[str, tuple[object, float]] = field(default_factory=dict[str, Any])
+    #: By world: the ranks that stand in collectives of torch.
+    _in_torch: dict[str, dict[int, _Stand]] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         self._readers = self._find()
@@ -138,7 +163,7 @@ class Observation:
                 look = seen[reader.path] = _Look(view, time.monotonic(), samples)
                 before = self._before.get(reader.path, look)
                 report = self._report(reader.path, before, look)
-                if report.verdict.kind == "moving":
+                if report.verdict.kind in ("moving", "lost", "failed"):
                     report = self._look_into_torch(report, before, look)
                 reports.append(report)
         self._before = seen
@@ -182,6 +207,8 @@ class Observation:
             if may_be_pid and not readers:
                 pids = [int(text), *find_descendants(int(text))]
                 readers, _ = find_worlds(settings, pids=pids)
+                # Where their open files are not listed, the world says which processes it has.
+                readers = readers or _of_processes(find_worlds(settings)[0], pids)
                 if not readers:
                     raise _no_rank(int(text))
         if not readers:
@@ -205,12 +232,7 @@ class Observation:
         if idle and time.monotonic() - self._lines_at >= _STACKS_EVERY:
             local = [rank for rank in sorted(idle) if rank in view.pids]
             running = [view.pids[rank] for rank in local if now.samples[rank].state not in "TtZ"]
-            workers = {pid: sorted(find_descendants(pid))[:_MOST_WORKERS] for pid in running}
-            self._lines = processes.python_lines([*running, *itertools.chain(*workers.values())])
-            for pid in running:
-                for worker in [one for one in workers[pid] if one in self._lines][:1]:
-                    theirs = f"its process {worker} is in {self._lines[worker]}"  # as of a loader
-                    self._lines[pid] = f"{self._lines.get(pid, 'C')}; {theirs}"
+            self._lines = self._read_lines(running)
             self._lines_at = time.monotonic()
         rows = [
             _report_rank(rank, before, now, waits.get(rank), self._lines if rank in idle else None)
@@ -227,35 +249,86 @@ class Observation:
         return WorldReport(*view[:3], rows, verdict, path, last_barrier, restarts, idle_s)
 
     def _look_into_torch(self, report: WorldReport, before: _Look, now: _Look) -> WorldReport:
-        """Return the report of a world whose ranks move, or stand in collectives of torch.
+        """Return the report of a world, some of whose ranks stand in collectives of torch.
 
-        Nothing but their lines shows that. They count if no rank has made a call since the look
-        before, and each that runs here is in such a collective.
+        Nothing but their lines shows that. A rank stands there if it is in the same line as at the
+        look before, and has not gone on meanwhile.
         """
-        rounds, since = _rounds(now), _rounds(before)
-        running = {row.rank: row.pid for row in report.ranks if row.state == "running" and row.pid}
-        lines: dict[int, str] = {}
-        if before is not now and rounds == since and running:
-            lines = processes.python_lines(running.values())
-        if not lines or not all(
-            lines.get(pid, "").endswith(processes.IN_TORCH) for pid in running.values()
-        ):
-            self._in_torch.pop(report.path, None)
+        known = self._in_torch.pop(report.path, None)
+        pids = {row.rank: row.pid for row in report.ranks if row.state in _ALONE and row.pid}
+        if before is now or not pids:
             return report
-        place = rounds, lines
-        known, begin = self._in_torch.get(report.path, (None, 0.0))
-        if known != place:
-            begin = before.at
-            self._in_torch[report.path] = place, begin
-        waited = now.at - begin
-        duration = f"for {waited:.1f} s or longer, and have made no call of this library"
-        text = f"all ranks here have been in collectives of torch {duration}: compare their lines"
-        verdict = Verdict("torch", [], text, waited, waited >= self.stuck_after)
-        rows = [
-            row._replace(doing=f"in {lines[running[row.rank]]}") if row.rank in running else row
-            for row in report.ranks
+        lines = self._read_lines(pids.values())
+        stands = self._in_torch[report.path] = dict[int, _Stand]()
+        for row in report.ranks:
+            line, sample = lines.get(pids.get(row.rank, -1), ""), now.samples.get(row.rank)
+            if sample is not None and line.endswith(processes.IN_TORCH):
+                stand = (known or {}).get(row.rank)
+                kept = stand is not None and stand[:2] == (line, row.rounds)
+                if stand is None or not kept or stand.since.goes_on(sample, line):
+                    stand = _Stand(line, row.rounds, sample)
+                stands[row.rank] = stand
+        waited = {rank: now.samples[rank].at - one.since.at for rank, one in stands.items()}
+        if not any(waited.values()) and (known is not None or not stands):
+            if (
+                report.verdict.kind == "moving"
+                and not lines
+                and any(map(uses_torch, pids.values()))
+            ):
+                why = "whether one waits in torch is not seen, since py-spy cannot read them here"
+                text = f"no rank waits in a call of this library; {why}"
+                report = report._replace(verdict=report.verdict._replace(text=text))
+            return report
+        longest = max(waited, key=lambda rank: (waited[rank], -rank))
+        place = stands[longest].collective
+        inside = [rank for rank, one in stands.items() if one.collective == place]
+        outside = [
+            row for row in report.ranks if row.rank not in inside and row.state != "elsewhere"
         ]
+        if not outside and any(
+            one.seconds - one.main_seconds - (old.seconds - old.main_seconds)
+            > _MOVES * waited[rank]
+            for rank in inside
+            for one, old in [(now.samples[rank], stands[rank].since)]
+        ):
+            return report  # other threads of theirs carry the data
+        rows = list(report.ranks)
+        for rank, pid in pids.items():
+            doing = f"in {lines[pid]}" if rank in stands else ""
+            doing = doing or _describe(rank, before, now, lines.get(pid, ""))
+            rows[rank] = rows[rank]._replace(doing=doing)
+        who = "all ranks here have" if not outside else subject(inside)
+        text = f"{who} been in {place} for {waited[longest]:.1f} s or longer"
+        if outside:
+            text += f", and {name_ranks([row.rank for row in outside])} not"
+        faults = [row.rank for row in outside if row.rank not in stands]
+        for row in outside[:MOST_NAMED]:
+            how = row.state if row.state not in _ALONE else rows[row.rank].doing or row.state
+            text += f"\n  rank {row.rank}: {how}"
+        if report.verdict.kind != "moving":
+            text = f"{report.verdict.text}\n{text}"
+        stuck = waited[longest] >= self.stuck_after
+        verdict = Verdict("torch", faults, text, waited[longest], stuck)
         return report._replace(ranks=rows, verdict=verdict)
+
+    def _read_lines(self, pids: Iterable[int]) -> dict[int, str]:
+        """Return the lines of these processes, each with that of a process that it has started."""
+        running = list(pids)
+        workers = {pid: sorted(find_descendants(pid))[:_MOST_WORKERS] for pid in running}
+        lines = processes.python_lines([*running, *itertools.chain(*workers.values())])
+        for pid in running:
+            for worker in [one for one in workers[pid] if one in lines][:1]:
+                if not lines.get(pid, "").endswith(processes.IN_TORCH):
+                    theirs = f"its process {worker} is in {lines[worker]}"  # as of a loader
+                    lines[pid] = f"{lines.get(pid, 'C')}; {theirs}"
+        return lines
+
+
+def _describe(rank: int, before: _Look, now: _Look, line: str) -> str:
+    """Return what the process of a rank does, and in which line, as a sentence goes on."""
+    earlier, sample = before.samples.get(rank, ProcessSample()), now.samples[rank]
+    doing = _activity(now.view.pids[rank], earlier, sample, processes.share(earlier, sample))
+    return f"{doing}, in {line}" if doing and line else doing
 
 
 def _activity(pid: int, before: ProcessSample, now: ProcessSample, used: float | None) -> str:
@@ -334,9 +407,7 @@ def _report_rank(
         elif line := processes.innermost(about.frames):
             doing += f", in {line}"
     if pid is not None and lines is not None:
-        doing = _activity(pid, earlier, sample, used)
-        if doing and pid in lines:
-            doing += f", in {lines[pid]}"
+        doing = _describe(rank, before, now, lines.get(pid, ""))
     board = wait.board if wait is not None else _latest_board(rank, before.view, view)
     status = board.statuses[rank] if board is not None else view.states.get(rank, Status())
     label, number, behind, group = status.label, status.rounds, 0, None
@@ -387,6 +458,21 @@ def _of_run(readers: Sequence[WorldReader], run_id: str, *, whole: bool) -> Sequ
     for reader in readers:
         if reader not in chosen:
             reader.close()
+    return chosen
+
+
+def _of_processes(readers: Sequence[WorldReader], pids: Iterable[int]) -> Sequence[WorldReader]:
+    """Return the readers of worlds of these ranks and launchers, and close the others."""
+    from .worlds import launcher_of
+
+    chosen: list[WorldReader] = []
+    for reader in readers:
+        view = reader.read()
+        ranks = () if view is None else view.pids.values()
+        if {*ranks, launcher_of(reader.path)}.isdisjoint(pids):
+            reader.close()
+        else:
+            chosen.append(reader)
     return chosen
 
 

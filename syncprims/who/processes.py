@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+import linecache
 import os
 import platform
 import re
@@ -47,7 +48,11 @@ _OF_TORCH = r"/torch/(distributed|nn/parallel|autograd|cuda)/"  # files of its c
 #: How the line of a process ends that is in a collective of torch.
 IN_TORCH = " of torch"
 _LONGEST_PATH = 256  # bytes
-_MOST_STACKS = 16  # of one look
+#: In a line of the program, calls of C in which ranks wait for the others' collectives.
+_WAITS_IN_C = re.compile(r"\.(wait|get|item|tolist|cpu|synchronize)\(")
+#: Of them, those that look again and again: at the store, at most so many times a second.
+_POLLING, _MOST_POLLS = (f"wait{IN_TORCH}", f"get{IN_TORCH}"), 150.0
+_MOST_STACKS = 64  # of one look
 _STACK_TIMEOUT = 5.0  # seconds
 
 
@@ -59,6 +64,25 @@ class ProcessSample(NamedTuple):
     at: float = 0.0  #: when that was read, by :func:`time.monotonic`
     syscall: str = ""  #: the system call it is in, and on which file
     channel: str = ""  #: the function of the kernel it waits in
+    main_seconds: float = 0.0  #: of processor time of its main thread, so far
+    switches: int = 0  #: how often that has begun to wait, so far
+
+    @property
+    def beside(self) -> float:
+        """The processor time of its other threads."""
+        return self.seconds - self.main_seconds
+
+    def goes_on(self, now: ProcessSample, line: str) -> bool:
+        """Return whether the main thread, which was in this line at both times, has gone on.
+
+        One that waits for others never wakes, and one that spins, for a device, never sleeps. So a
+        loop of short collectives is no wait, and neither is a backward pass that computes.
+        """
+        seconds = now.at - self.at
+        computes = now.main_seconds - self.main_seconds > 0.05 + 0.02 * seconds
+        most = _MOST_POLLS * seconds if line.endswith(_POLLING) else 1
+        in_backward = line.endswith(f"backward{IN_TORCH}")
+        return now.switches - self.switches > most or (computes and in_backward)
 
 
 def sample(pid: int) -> ProcessSample:
@@ -66,10 +90,15 @@ def sample(pid: int) -> ProcessSample:
     try:
         fields = stat_fields(pid)
         seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        main = stat_fields(f"{pid}/task/{pid}")
+        main_seconds = (int(main[11]) + int(main[12])) / os.sysconf("SC_CLK_TCK")
+        status = _read(f"/proc/{pid}/task/{pid}/status").partition("\nvoluntary_ctxt_switches:")[2]
+        switches = int(status.split()[0])
     except (ValueError, IndexError):
         return ProcessSample()
     channel = _read(f"/proc/{pid}/wchan").removeprefix("0")  # it waits in none
-    return ProcessSample(fields[0].decode(), seconds, time.monotonic(), _system_call(pid), channel)
+    call, at = _system_call(pid), time.monotonic()
+    return ProcessSample(fields[0].decode(), seconds, at, call, channel, main_seconds, switches)
 
 
 def find_started(joined: Iterable[int], ranks: Iterable[int]) -> dict[int, int]:
@@ -135,6 +164,11 @@ def find_py_spy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
+def uses_torch(pid: int) -> bool:
+    """Return whether a process has loaded torch."""
+    return "libtorch" in _read(f"/proc/{pid}/maps")
+
+
 def python_lines(pids: Iterable[int]) -> dict[int, str]:
     """Return in which function and line of the user's program these processes are, where known.
 
@@ -154,7 +188,13 @@ def _python_line(program: str, pid: int) -> str:
         done = subprocess.run(command, capture_output=True, timeout=_STACK_TIMEOUT, check=False)
         threads: Any = json.loads(done.stdout)
         main = next((one for one in threads if one["thread_name"] == "MainThread"), threads[0])
-        return innermost(main["frames"])
+        line = innermost(main["frames"])
+        leaf = main["frames"][0]
+        if not line.endswith(IN_TORCH) and not re.search(_INSTALLED, leaf["filename"]):
+            file = f"/proc/{pid}/root{leaf['filename']}"
+            waits = _WAITS_IN_C.search(linecache.getline(file, leaf["line"]))
+            line += f", in {waits[1]}{IN_TORCH}" if waits and uses_torch(pid) else ""
+        return line
     except (OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError):
         return ""
 
@@ -162,7 +202,7 @@ def _python_line(program: str, pid: int) -> str:
 def innermost(frames: Sequence[Any]) -> str:
     """Return the innermost frame that is of the user's program; else the innermost one.
 
-    And the function of torch that it has called, if that is one of its collectives.
+    And the function of torch that it has called, if it is in one of its collectives.
     """
     # What stands below this ran when multiprocessing forked. An idle worker has nothing else.
     begun = [n for n, one in enumerate(frames) if one["name"].endswith("Process._bootstrap")]
@@ -176,5 +216,9 @@ def innermost(frames: Sequence[Any]) -> str:
         one for one in frames[: frames.index(theirs[0])] if not one["name"].endswith("wrapper")
     ]
     torchs = [one["name"] for one in called if re.search(_OF_TORCH, one["filename"])]
+    while called and called[0]["filename"].endswith("torch/_ops.py"):
+        del called[0]
+    if not called or not re.search(_OF_TORCH, called[0]["filename"]):
+        torchs = []  # as in a forward pass that DDP wraps: it computes
     inside = f", in {torchs[-1]}{IN_TORCH}" if torchs else ""
     return f"{theirs[0]['name']} ({name}:{theirs[0]['line']}){inside}"

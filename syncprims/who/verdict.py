@@ -16,7 +16,7 @@ from syncprims.interface import Label, Status, WaitView
 
 #: Seconds of waiting from which on a verdict names who waits: less is part of any program.
 NOTABLE = 0.5
-_MOST_NAMED = 8  # ranks whose activity is described
+MOST_NAMED = 8  # ranks whose activity is described
 
 Kind = Literal[
     "moving", "waiting", "torch", "deadlock", "lost", "failed", "finished", "ended", "unreadable"
@@ -116,7 +116,7 @@ def judge(
     if long:
         rank, wait = max(long.items(), key=lambda item: item[1].seconds)
         others = [other for other in wait.board.members if other in doing and other not in long]
-        activity = "".join(f"; rank {other} {doing[other]}" for other in others[:_MOST_NAMED])
+        activity = "".join(f"; rank {other} {doing[other]}" for other in others[:MOST_NAMED])
         return Verdict("waiting", others, wait.snapshot(rank).warning + activity, waited, stuck)
     return Verdict("moving", [], "all is moving")
 
@@ -163,10 +163,10 @@ def _describe_absence(
         if len(members) < view.world_size:
             call += f" in group {name_ranks(members)}"
         seconds = max(waits[rank].seconds for rank in waiting)
-        others = f"{_subject(waiting)} waited for {seconds:.1f} s"
-        lines.append(f"{_subject(faults or missing)} not come to {call}, where {others}")
+        others = f"{subject(waiting)} waited for {seconds:.1f} s"
+        lines.append(f"{subject(faults or missing)} not come to {call}, where {others}")
         snapshot = first.snapshot(waiting[0])
-        for rank in faults[:_MOST_NAMED]:
+        for rank in faults[:MOST_NAMED]:
             activity = f"; it {doing[rank]}" if rank in doing else ""
             status = first.board.statuses[rank]
             behind = first.number - status.rounds
@@ -177,5 +177,6 @@ def _describe_absence(
     return sorted(ranks), "\n".join(lines)
 
 
-def _subject(ranks: Sequence[int]) -> str:
+def subject(ranks: Sequence[int]) -> str:
+    """Return the ranks as the subject of a sentence, with the word "has" or "have"."""
     return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {list(ranks)} have"

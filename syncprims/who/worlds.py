@@ -6,7 +6,8 @@ half-written, damaged, or of another version. The reader never writes, and takes
 needs.
 
 Every rank holds the directory of its world open. So worlds are found wherever they meet, also in
-other containers, among the open files of the processes that the reader may look at.
+other containers, among the open files of the processes that the reader may look at. Where it may
+look at none, it finds those in the places where runs meet by default.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncprims._system.identity import ProcessIdentity
+from syncprims._world.scratch import LOCK
 from syncprims.errors import BackendUnavailable, parse_ranks
 from syncprims.interface import Label, Settings, State, Status, WaitView
 
@@ -357,7 +359,7 @@ def find_worlds(
         for pid in _processes() if pids is None else pids:
             search.add_worlds_of(pid)
     if pids is None:
-        for base in _bases(settings) if path is None else [Path(path)]:
+        for base in _bases(settings) if path is None else _inside(Path(path)):
             search.add_worlds_below(base)
     return search.readers, sorted(search.refused)
 
@@ -423,6 +425,22 @@ def _bases(settings: Settings) -> list[Path]:
     with contextlib.suppress(OSError):
         for parent in {"/dev/shm", tempfile.gettempdir()}:
             for path in Path(parent).glob("syncprims-*"):
-                found += [path, path / "board"]
+                found += _inside(path)
         found += Path("/run/user").glob("*/syncprims")
     return found
+
+
+def _inside(path: Path) -> list[Path]:
+    """Return where runs may meet if `path` is a launch's scratch directory, with those inside."""
+    with contextlib.suppress(OSError):  # it may end at this moment
+        launches = path.glob("[0-9]*/syncprims-run-*/[0-9]*/board")
+        return [path, path / "board", *path.glob("[0-9]*/board"), *launches]
+    return []
+
+
+def launcher_of(path: str) -> int | None:
+    """Return the process whose launch a world is a part of; None if it is of none."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        scratch = Path(path).parents[3]  # of RESTART/board/RUN/WORLD
+        return int((scratch / LOCK).read_text())
+    return None

@@ -20,6 +20,7 @@ from support.rank_environment import clean_environ, free_port, run_python
 from support.rank_worlds import PATIENCE
 
 from syncprims.cli import main
+from syncprims.who import who
 from syncprims.who.processes import find_py_spy
 from syncprims.who.verdict import NOTABLE
 
@@ -95,27 +96,63 @@ def test_people_and_programs_read_the_same(tmp_path: Path) -> None:
     assert (found["verdict"]["kind"], found["verdict"]["waiting_for"]) == ("waiting", [1])
 
 
-def test_ranks_that_hang_in_collectives_of_torch_are_stuck(tmp_path: Path) -> None:
+#: One rank sleeps. The others wait: in a collective, and in a line that waits for one in C.
+HANGS_IN_TORCH = """
+import sys, time
+import torch, torch.distributed as dist
+import syncprims as sp
+sp.barrier("start")
+rank, one = sp.get_rank(), torch.zeros(1)
+store = "file://" + sys.argv[1]
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=3)
+if sys.argv[2] == "loop":
+    while True: dist.all_reduce(one)
+if rank == 0: dist.all_reduce(one)
+if rank == 1: time.sleep(1000)
+dist.all_reduce(one, async_op=True).wait()
+"""
+
+
+@pytest.mark.parametrize("mode", ["hang", "loop"])
+def test_ranks_that_hang_in_collectives_of_torch_are_stuck(mode: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     if find_py_spy() is None:
         pytest.skip("only py-spy shows where they are")
-    hangs_in_torch = """
-        import torch, torch.distributed as dist
-        import syncprims as sp
-        sp.barrier("start")
-        me = {"rank": sp.get_rank(), "world_size": 2}
-        dist.init_process_group("gloo", init_method="file://" + sys.argv[1], **me)
-        dist.recv(torch.zeros(1), 1 - sp.get_rank())
-        """
-    store = str(tmp_path / "store")
-    run = [*RUN[:-1], "--grace", "1", RUN[-1], store]
-    with job(tmp_path, run, "import sys\n" + textwrap.dedent(hangs_in_torch)) as started:
-        await_report(started.pid, lambda r: r.verdict.kind == "torch", stuck_after=1000)
+    run = [*RUN[:-2], "3", "--grace", "1", RUN[-1], str(tmp_path / "store"), mode]
+    with job(tmp_path, run, HANGS_IN_TORCH) as started:
+        await_report(
+            started.pid,
+            lambda r: r.verdict.kind == "torch" and r.verdict.waiting_for == [1] * (mode == "hang"),
+            stuck_after=1000,
+        )
         printed = command(str(started.pid), "--stuck-after", "1")
         started.terminate()
+    if mode == "loop":
+        assert (printed.returncode, "all is moving" in printed.stdout) == (0, True), printed
+        return
     assert printed.returncode == 3, printed
-    assert "all ranks here have been in collectives of torch for 1." in printed.stdout
-    assert printed.stdout.count("in <module> (job.py:8), in recv of torch") == 2
+    found = re.search(r"\nrank (\d) has been in (\w+) of torch for 1", printed.stdout)
+    assert found, printed
+    assert found.groups() in [("0", "all_reduce"), ("2", "wait")]
+    assert "\n  rank 1: sleeps in " in printed.stdout
+    assert "in <module> (job.py:11), in all_reduce of torch" in printed.stdout
+    assert "in <module> (job.py:13), in wait of torch" in printed.stdout
+
+
+def test_a_run_is_found_where_open_files_are_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of processes that nobody may inspect, and on macOS."""
+    with job(tmp_path, RUN) as started:
+        seen = hangs(started)
+        monkeypatch.setattr("syncprims.who.worlds._processes", list)
+        monkeypatch.setattr("syncprims.who.worlds._Search.add_worlds_of", lambda *_: None)
+        monkeypatch.setattr("syncprims.who.observation.find_descendants", lambda _: set())
+        scratch = Path(seen.path).parents[3]
+        ways = (started.pid, seen.run_id, seen.run_id[:9], scratch, *Path(seen.path).parents[:3])
+        for which in (*ways, seen.ranks[1].pid):
+            assert [one.path for one in who(which)] == [seen.path], which
+        assert seen.path in [one.path for one in who()]
 
 
 def test_a_rank_that_hangs_before_its_first_call_is_shown(tmp_path: Path) -> None:
