@@ -307,6 +307,10 @@ CALLS: dict[str, Call] = {
 REFORM = Call(lambda _: sp.reform())
 
 
+def _find_call(name: str) -> Call:
+    return REFORM if name == "reform" else CALLS[name]
+
+
 def run_reformed(disturb: Disturb) -> str:
     """Call `reform` by `disturb`, again until it returns, and return ``""`` or what is wrong then.
 
@@ -391,7 +395,7 @@ def run_threads(name: str, disturb: Disturb) -> list[str]:
     def program() -> str:
         rank = sp.get_rank()
         own = Injector(NOWHERE) if rank else disturb
-        return run_disturbed((CALLS | {"reform": REFORM})[name], own, entered, rank)
+        return run_disturbed(_find_call(name), own, entered, rank)
 
     ended = run_once(WorldSpec(program, 2))
     return [str(o.result if o.error is None else repr(o.error)) for o in ended.outcomes]
@@ -444,7 +448,7 @@ def disturb_processes(
                 entered.enter(rank, base)
                 while entered.latest(1 - rank) < base:
                     time.sleep(0.0001)  # to yield would keep a processor from the other
-                text = run_disturbed((CALLS | {"reform": REFORM})[name], injector, entered, rank, base)
+                text = run_disturbed(_find_call(name), injector, entered, rank, base)
                 if not number:
                     todo = [*choose(list(recorder.places))] if rank == 0 else []
                     count = sp.broadcast(len(todo))
