@@ -30,6 +30,11 @@ ENDINGS = [
     ("os._exit(4)", "exit code 4"),
     ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
 ]
+#: The launcher ends ranks some seconds after a failure. So rank 1 fails once the others have begun.
+READY = """
+if get_rank() != 1: open(f"ready-{get_rank()}", "w")
+while not all(os.path.exists(f"ready-{rank}") for rank in (0, 2)): time.sleep(0.01)
+"""
 WAIT = "if get_rank() != 1: barrier('saved')\n"
 
 
@@ -38,12 +43,13 @@ WAIT = "if get_rank() != 1: barrier('saved')\n"
     [*((*one, "") for one in ENDINGS), (*ENDINGS[1], "if is_main(): time.sleep(0.3)\n")],
 )
 def test_our_launcher_names_it(launches: Launches, ending: str, how: str, late: str) -> None:
-    done = launches.run(f"{late}if get_rank() == 1:\n    {ending}\n{WAIT}")
+    done = launches.run(f"{READY}{late}if get_rank() == 1:\n    {ending}\n{WAIT}")
     assert done.code != 0
     told = [line for line in done.err.splitlines() if "PeerLost: rank 1 ended" in line]
+    assert told, done.err
     assert told[0].split("PeerLost: ")[1] in [
         f"rank 1 ended ({how}) before its first call, while rank {rank} is in "
-        f"barrier 'saved' (job.py:{5 + bool(late)})"
+        f"barrier 'saved' (job.py:{8 + bool(late)})"
         for rank in (0, 2)
     ]
 

@@ -112,18 +112,18 @@ class Footprint(NamedTuple):
 
     descriptors: int
     threads: int
-    mappings: int
+    mappings: int  # of files where the ranks meet
     blocks: int  # of Python's memory
     kilobytes: int
 
     @classmethod
-    def now(cls) -> Footprint:
+    def now(cls, directory: Path) -> Footprint:
         gc.collect()
         own = Path("/proc/self")
         return cls(
             len(list((own / "fd").iterdir())),
             len(list((own / "task").iterdir())),
-            (own / "maps").read_text().count("syncprims-"),  # of ours
+            (own / "maps").read_text().count(f" {directory}/"),
             sys.getallocatedblocks(),
             int((own / "statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") // 1024,
         )
@@ -150,7 +150,9 @@ def worlds_in_one_process(count: int, directory: Path, fresh: bool) -> list[list
                 os.environ["SYNCPRIMS_RUN_ID"] = f"run {number}"
             one_world(number)
             if number + 1 in (count // 5, count):
-                held.append(Footprint.now())
+                held.append(Footprint.now(directory))
+        with sp.init():
+            assert Footprint.now(directory).mappings
         return held
 
     found: list[list[Footprint]] = Ranks(PAIR, directory).run_alone(program)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.intruders import needs_root
 from support.rank_worlds import Died, Kind, Ranks, Signs
 
 import syncprims as sp
@@ -49,6 +50,7 @@ def test_a_rank_that_runs_a_new_program_is_lost(pair: Ranks, signs: Signs, tmp_p
     assert "rank 1 was lost: its process runs another program now" in said
 
 
+@needs_root
 def test_privileges_may_be_dropped_after_the_start(pair: Ranks) -> None:
     def program() -> Any:
         sp.barrier("start")
