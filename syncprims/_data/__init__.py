@@ -7,6 +7,9 @@ from __future__ import annotations
 
 #: An array of fewer bytes is a part of its note. It is about what a small note holds.
 LARGE = 1536
+#: What a note holds of an object, where a board says no other limit: a larger one is an array of
+#: bytes, and passes through memory of fixed size.
+LARGEST_NOTE = 1 << 18
 #: Slots of one board up to which one round is faster than dividing the work of a reduction: with up
 #: to so many members, and with more. Each member then reads all slots.
 FEW_MEMBERS, ONE_ROUND, ONE_ROUND_OF_MANY = 4, 2 << 20, 1 << 20

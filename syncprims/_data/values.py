@@ -17,7 +17,7 @@ from syncprims._protocol.rounds import Rounds, RoundSequence
 from syncprims.errors import EncodingError, RankMismatch
 from syncprims.interface import Label, Mark, Note
 
-from . import codec, reduction
+from . import LARGEST_NOTE, codec, reduction
 from .arrays import Spec, is_array, is_tensor, library_of, mark_written, may_fill
 from .codec import decode_size, encode_size, holds_pickle
 from .layouts import ArrayLayout, Layout
@@ -170,9 +170,8 @@ def _pack(rounds: Rounds, label: Label, obj: object) -> tuple[bytes, list[Any]]:
 
 def _shorten(rounds: Rounds, payload: bytes) -> bytes:
     """Return what a note holds of an encoded object: all, or its size if it follows as an array."""
-    board = rounds.board
-    limit = board.note_limit
-    is_large = limit is not None and len(payload) > limit and board.engine is not None
+    limit = rounds.board.note_limit or LARGEST_NOTE
+    is_large = len(payload) > limit and DataPlane.of(rounds).transport() is not None
     return encode_size(len(payload)) if is_large else payload
 
 
@@ -192,8 +191,9 @@ def _broadcast_rest(
 
         return numpy.frombuffer(bytearray(payload or size), numpy.uint8)
 
+    transport = sequence.attempt(DataPlane.of(sequence.rounds).needed_transport)
     array = sequence.attempt(make)
-    DataPlane.of(sequence.rounds).needed_transport().broadcast(sequence, [array], src)
+    transport.broadcast(sequence, [array], src)
     return array.tobytes() if payload is None else payload
 
 
