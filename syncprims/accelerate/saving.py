@@ -383,8 +383,9 @@ def _save_alone(
     :raises CheckpointError: on this rank, if it cannot write its part.
     """
     path = directory_path(path)
-    filesystem.make_directory(path)  # the ranks' parts may come in any order
     with get_own_group(current()):
+        # The ranks' parts may come in any order.
+        coordinate(f"save_state to {path}", lambda: filesystem.make_directory(path))
         common = objects()
         if not is_main():
             return training.save_state(_part(path, get_rank()), {}, step=mark, block=block)

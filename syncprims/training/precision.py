@@ -104,14 +104,19 @@ class Precision:
 
         :raises ConfigurationError: if only one of the two jobs has a loss scaler.
         """
-        if bool(state) != (self.scaler is not None):
-            saved = f"the saved job ran {'with' if state else 'without'} a loss scaler"
-            raise ConfigurationError(f"{saved}: resume with the same mixed_precision")
+        self._check_state(state)
         if self.scaler is not None:
             self.scaler.load_state_dict(state)
             # Steps since its last update are not those of the saved job.
             self._stepped.clear()
             self.scaler._per_optimizer_states.clear()  # pyright: ignore[reportPrivateUsage]
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        if bool(state) != (self.scaler is not None):
+            saved = f"the saved job ran {'with' if state else 'without'} a loss scaler"
+            raise ConfigurationError(f"{saved}: resume with the same mixed_precision")
+        for key in self.scaler.state_dict() if self.scaler is not None else ():
+            float(state[key])
 
 
 class _AutocastForward:

@@ -103,15 +103,29 @@ def capture() -> dict[str, Any]:
     return {"cpu": capture_cpu(), "cuda": gpus}
 
 
-def restore(state: dict[str, Any]) -> None:
-    """Set all generators to what :func:`capture` has returned.
+def check(state: dict[str, Any]) -> None:
+    """Raise unless :func:`restore` can set all generators to this state.
 
     :raises ValueError: if the state holds a GPU that this rank does not use, or lacks one.
+    :raises Exception: of any kind, if :func:`capture` has not made it.
     """
     devices = {str(device) for device in _own_gpus()}
     if devices != state["cuda"].keys():
         what = f"it has the states of GPUs {sorted(state['cuda'])}, and here are {sorted(devices)}"
         raise ValueError(f"{what}; with rng=False all generators stay as they are")
+    python, numbers, cpu = state["cpu"]
+    random.Random().setstate(python)
+    numpy: Any = np.random
+    own = type(numpy.get_bit_generator())  # which a program may have set
+    np.random.RandomState(own()).set_state(numbers)
+    torch.Generator().set_state(cpu)
+    for device, own in state["cuda"].items():
+        torch.Generator(f"cuda:{device}").set_state(own)
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Set all generators to what :func:`capture` has returned, or to nothing new: :func:`check`."""
+    check(state)
     restore_cpu(state["cpu"])
     for device, own in state["cuda"].items():
         torch.cuda.set_rng_state(own, int(device))

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
+from syncprims import CheckpointError, ConfigurationError
+
 LOG = logging.getLogger("syncprims")
 _LONGEST = 512 << 20  # bytes of a file that is read as a whole
 _WRITEBACK = 16 << 20  # bytes after which the kernel is asked to start writing to the disk
@@ -204,11 +206,23 @@ def path_of(given: Any, what: str, takes: str = "a str or a path") -> str:
     """Return a path as a str.
 
     :raises TypeError: if it is neither a str nor a path.
+    :raises ConfigurationError: if nothing can have this name.
     """
     path = os.fspath(given)
     if not isinstance(path, str):
         raise TypeError(f"{what}={given!r}: it takes {takes}")
+    if not is_possible(path):
+        what = f"{what}={given!r}: no file has a name with NUL, or with half of a character, in it"
+        raise ConfigurationError(f"{what}. Read the name again where it comes from.")
     return path
+
+
+def is_possible(path: str) -> bool:
+    """Return whether the system knows such names, whether there is such a file or not."""
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:  # half of a pair of surrogates
+        return False
 
 
 def _look(path: str, *, follow: bool = True) -> os.stat_result | None:
@@ -235,7 +249,11 @@ def absolute(path: str) -> str:
     ``..`` after a link is the parent of the link's target, as for every program that opens it.
     """
     above = os.pardir in path.split("/")
-    return os.path.realpath(path) if above else os.path.abspath(path)  # noqa: PTH100
+    try:
+        return os.path.realpath(path) if above else os.path.abspath(path)  # noqa: PTH100
+    except FileNotFoundError as error:
+        what = f"{path}: something has removed the working directory. Pass an absolute path."
+        raise CheckpointError(what, path=path, errno=error.errno) from error
 
 
 def resolve_target(path: str) -> str:

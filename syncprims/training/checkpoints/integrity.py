@@ -17,6 +17,8 @@ import xxhash
 
 from syncprims import CheckpointError
 
+from . import filesystem
+
 SEAL = "syncprims.seal"  #: the field with the digest
 BLANK = "0" * 32  #: in the digest's place while it is computed
 _FIELD = f'"{SEAL}":"'.encode()
@@ -38,7 +40,7 @@ def _shorten(value: object) -> str:
 
 
 @contextlib.contextmanager
-def reading(path: str) -> Generator[None]:
+def reading(path: str, kind: str = "a regular file") -> Generator[None]:
     """Turn an OSError about `path` into a refusal."""
     try:
         yield
@@ -49,7 +51,7 @@ def reading(path: str) -> Generator[None]:
     except OSError as error:
         is_link = error.errno == errno.ELOOP
         found = "a symbolic link, which may lead anywhere" if is_link else error.strerror
-        refused = refusal(path, "cannot be read", "a regular file", found or str(error))
+        refused = refusal(path, "cannot be read", kind, found or str(error))
         refused.errno = error.errno
         raise refused from error
 
@@ -59,7 +61,12 @@ def check_file_name(path: str, name: Any) -> str:
 
     :raises CheckpointError: if it could lead out of the directory.
     """
-    if not isinstance(name, str) or name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+    if (
+        not isinstance(name, str)
+        or not filesystem.is_possible(name)
+        or name in ("", ".", "..")
+        or any(c in name for c in "/\\")
+    ):
         raise refusal(path, "a file's name", "a name in the same directory", repr(name))
     return name
 

@@ -96,12 +96,17 @@ def _rename(state: Any, new_name: Callable[[str], str]) -> Any:
 
 
 def check_fits(path: str, name: str, thing: Stateful, state: Any) -> None:
-    """Raise if a state does not fit a model, before anything is loaded.
+    """Raise if a state does not fit an object, as far as that is known before it is loaded.
 
-    :raises CheckpointError: if it has other tensors than the model, or of other shapes, or if the
-        model has no memory for them.
+    :raises CheckpointError: in that case. A model takes the names and shapes of its own tensors,
+        and must have memory for them.
     """
     if not isinstance(thing, nn.Module):
+        try:
+            _check_other(thing, state)
+        except Exception as error:  # of any kind, if the state is damaged
+            why = f"{type(error).__name__}: {error}"
+            raise refusal(path, f"object {name!r} refuses it", "its state", why) from error
         return
     own: dict[str, Any] = state_of(thing)
     saved: dict[Any, Any] = state if isinstance(state, dict) else {"state": state}
@@ -114,6 +119,25 @@ def check_fits(path: str, name: str, thing: Stateful, state: Any) -> None:
         if expected != found and (isinstance(value, torch.Tensor) or None in (expected, found)):
             what = f"object {name!r} is of another model: {key!r}"
             raise refusal(path, what, f"{expected or 'nothing'}, as in the model", found or "none")
+
+
+def _check_other(thing: Any, state: Any) -> None:
+    """Raise what loading it would raise, of an object of torch or of this library."""
+    if isinstance(thing, torch.optim.Optimizer):
+        plain = getattr(thing, "optimizer", thing)  # of a prepared one
+        if type(plain).load_state_dict is torch.optim.Optimizer.load_state_dict:
+            sizes = [[len(group["params"]) for group in groups["param_groups"]]
+                     for groups in ({"param_groups": plain.param_groups}, state)]  # fmt: skip
+            if sizes[0] != sizes[1]:
+                raise ValueError(f"parameters in its groups: {sizes[0]} here, {sizes[1]} saved")
+            dict.items(state["state"])
+    elif isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
+        dict.items(state)
+    elif isinstance(thing, torch.amp.GradScaler):
+        for key in thing.state_dict():
+            float(state[key])
+    elif hasattr(type(thing), "_check_state"):
+        thing._check_state(state)
 
 
 def _shape(values: Mapping[Any, Any], key: Any) -> str | None:

@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import nn
 
 from syncprims import CheckpointError, get_rank
 from syncprims._data.arrays import laid_out, strides_kept
 from syncprims.training.rng import capture as capture_rng
+from syncprims.training.rng import check as check_rng
 from syncprims.training.rng import restore as restore_rng
 
 from . import commit, filesystem, integrity, stateful
@@ -276,19 +278,26 @@ def load_state(
 
 
 def _load_into(path: str, objects: Mapping[str, Stateful], states: dict[str, Any]) -> None:
-    """Load the states into the objects, and the random numbers last."""
-    for name, state in states.items():
+    """Load the states into the objects, and the random numbers last.
+
+    Models, whose states are known to fit, come after what may refuse its state.
+    """
+    loaded: list[str] = []
+    order = sorted(states, key=lambda name: (name == _RNG, isinstance(objects[name], nn.Module)))
+    for name in order:
         try:
-            stateful.load_into(objects[name], state)
+            stateful.load_into(objects[name], states[name])
         except Exception as error:
             what = f"{path}: {name!r} refuses its state: {type(error).__name__}: {error}"
-            cure = "Objects before it have been loaded: do not use them."
-            raise CheckpointError(f"{what}. {cure}", path=path) from error
+            cure = f"{loaded} have been loaded before it: do not use them."
+            raise CheckpointError(f"{what}. {cure if loaded else ''}".strip(), path=path) from error
+        loaded.append(name)
 
 
 class _RandomNumbers:
     """The random numbers of this rank, as one of its objects."""
 
+    _check_state = staticmethod(check_rng)
     state_dict = staticmethod(capture_rng)
     load_state_dict = staticmethod(restore_rng)
 
@@ -331,7 +340,8 @@ class _StateReader(NamedTuple):
         def load_tensor(key: str, strides: Sequence[int]) -> torch.Tensor:
             if strides and strides_kept(tensors[key].shape, strides) != tuple(strides):
                 raise ValueError(f"{key!r} is not dense with the strides {strides}")
-            tensor = tensors[key] = laid_out(tensors[key], strides)
+            tensor: torch.Tensor = laid_out(tensors[key], strides)
+            tensors[key] = tensor
             # A state of an optimizer is distributed as its parameter is.
             target = targets.get(key, targets.get(".".join(key.split(".")[:2])))
             if target is None or target.shape != tensor.shape:
@@ -388,12 +398,13 @@ class Checkpoints:
         pattern = re.compile(re.escape(self.prefix) + r"(0|[1-9][0-9]*)")
         steps: list[int] = []
         for _ in range(3):
-            names = filesystem.names(self.directory)
-            matches = [match for match in map(pattern.fullmatch, names) if match]
-            manifests = {int(m[1]): f"{self.directory}/{m[0]}/{MANIFEST}" for m in matches}
-            steps = sorted(step for step, path in manifests.items() if filesystem.exists(path))
-            if names == filesystem.names(self.directory):
-                break  # else another program may have replaced all of these
+            with reading(self.directory, "a directory"):
+                names = filesystem.names(self.directory)
+                matches = [match for match in map(pattern.fullmatch, names) if match]
+                manifests = {int(m[1]): f"{self.directory}/{m[0]}/{MANIFEST}" for m in matches}
+                steps = sorted(step for step, path in manifests.items() if filesystem.exists(path))
+                if names == filesystem.names(self.directory):
+                    break  # else another program may have replaced all of these
         return steps
 
     def latest(self) -> int | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -194,16 +195,19 @@ class PreparedLoader(DataLoader[T]):
 
         :raises ValueError: if a sampler that shards by itself cannot begin there.
         """
-        samples = state["samples"]
-        if self._shards_itself and samples % get_world_size():
-            what = f"{self._own_shares()} of {get_world_size()} ranks cannot begin at {samples}"
-            raise ValueError(f"{what}; let the loader shard the data")
-        progress = self._progress
+        self._check_state(state)
+        samples, progress = state["samples"], self._progress
         progress.seed = state["seed"]
         progress.move(state["epoch"], samples)
         progress.at_end = state.get("at_end", False)
         if self._skip_finished and progress.at_end:
             self.set_epoch(progress.epoch + 1)
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        _, _, samples = (operator.index(state[name]) for name in ("seed", "epoch", "samples"))
+        if self._shards_itself and samples % get_world_size():
+            what = f"{self._own_shares()} of {get_world_size()} ranks cannot begin at {samples}"
+            raise ValueError(f"{what}; let the loader shard the data")
 
     def reshard(self, change: Change, *, keep: Literal["local", "global"] = "local") -> None:
         """Distribute the rest of the epoch to the ranks of the world after a change. Collective.

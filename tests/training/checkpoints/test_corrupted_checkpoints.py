@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from support.rank_worlds import Kind, Ranks
 from torch import nn
 
 import syncprims as sp
+from syncprims.accelerate import Accelerator
 from syncprims.training import load_checkpoint_in_model, load_state, save_model, save_state
 from syncprims.training.checkpoints.integrity import BLANK, SEAL, dump, put_seal
 
@@ -305,3 +307,77 @@ def test_malformed_files_do_no_harm(way: str, count: int, tmp_path: Path, alone:
         (tmp_path / str(part)).mkdir()
         bad += alone(partial(try_malformed, way, each, tmp_path / str(part), seed + part))
     assert bad > parts * each * 0.9, seed
+
+
+def test_nothing_is_given_if_another_state_cannot_be_taken(tmp_path: Path, alone: Alone) -> None:
+    """Each manifest has a right seal, and one state in it that its object would refuse."""
+
+    def objects() -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        scaler = torch.amp.GradScaler("cpu")
+        return {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
+
+    def program() -> None:
+        path = tmp_path / "checkpoint.json"
+        save_state(tmp_path, objects())
+        whole = json.loads(path.read_bytes())
+        here = objects()
+        before = {name: copy.deepcopy(thing.state_dict()) for name, thing in here.items()}
+        generators = random.getstate()
+
+        def refused(change: Callable[[Any], object]) -> None:
+            document = copy.deepcopy(whole)
+            change(document)
+            path.write_bytes(put_seal(dump({**document, SEAL: BLANK})))
+            with pytest.raises(sp.CheckpointError, match=r"expected .*, found "):
+                load_state(tmp_path, here)
+            for name, state in before.items():
+                assert repr(here[name].state_dict()) == repr(state), name
+            assert random.getstate() == generators
+
+        def cpu(document: Any) -> Any:
+            return document["ranks"][0][0]["random numbers"]["cpu"]["is"]
+
+        refused(lambda document: cpu(document)[0]["is"][1]["is"].pop())
+        refused(lambda document: cpu(document)[0]["is"].__setitem__(0, 99))
+        refused(lambda document: cpu(document)[1].update(bit_generator="none"))
+        refused(lambda document: cpu(document).__setitem__(2, None))
+        refused(lambda document: document["objects"]["optimizer"][0]["param_groups"].pop())
+        refused(lambda document: document["objects"]["schedule"].__setitem__(0, 5))
+        refused(lambda document: document["objects"]["scaler"][0].pop("scale"))
+
+    alone(program)
+
+
+def test_impossible_paths_are_errors_of_the_library(tmp_path: Path, alone: Alone) -> None:
+    """Whoever passes them, or has written them into an index."""
+
+    def program() -> None:
+        model, job = nn.Linear(2, 2), Accelerator(cpu=True)
+        index = tmp_path / "model.safetensors.index.json"
+
+        def load_by_index(name: str) -> None:
+            index.write_text(json.dumps({"weight_map": {"weight": name, "bias": name}}))
+            load_checkpoint_in_model(model, tmp_path)
+
+        calls: list[Callable[[str], object]] = [
+            job.save_state, job.load_state, lambda path: job.save({}, path),
+            lambda path: job.save_model(model, path), lambda path: save_model(model, path),
+            lambda path: save_state(path, {}), lambda path: load_state(path, {}),
+            lambda path: load_checkpoint_in_model(model, path), load_by_index,
+        ]  # fmt: skip
+        paths = ["/proc/nope/x", "/dev/null/x", "a\0b", "\ud800", f"{tmp_path}/{'n' * 300}"]
+        for call, path in itertools.product(calls, paths):
+            with pytest.raises(sp.SyncError):
+                call(path)
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        os.chdir(gone)
+        gone.rmdir()
+        for call in calls[:-1]:
+            with pytest.raises(sp.SyncError):
+                call("x")
+
+    alone(program)
