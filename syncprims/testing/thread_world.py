@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _UNDISTURBED = 1.0  # seconds for a rank to end by itself, once its world is given up
 _GRACE = 2.0  # seconds for threads to end once their world has been given up
+_IMPORTS = "importlib._bootstrap", "_find_and_load"
 _DEBUGGERS = ("bdb", "pdb", "pydevd")
 
 
@@ -255,6 +256,9 @@ class ThreadWorld:
             self._run.timed_out(limit, stacks)
             for rank in self._scheduler.ready_ranks():
                 self._outcomes[rank].detail = "is ready to run"
+            for rank, module in self._look_at_ranks(_imported_module).items():
+                if module:
+                    self._outcomes[rank].detail = f"is importing {module}"
             self._scheduler.abort()
 
     def _end(self, threads: Sequence[threading.Thread]) -> bool:
@@ -265,8 +269,10 @@ class ThreadWorld:
             waited = time.monotonic() - begin
             if waited > _GRACE:
                 return False
-            waiting = waiting_threads()
+            waiting, importing = waiting_threads(), look_at_threads(_imported_module)
             for thread in living:
+                if importing.get(thread.ident or 0):
+                    continue  # half of a module would stay in this process
                 if thread.ident not in waiting and waited < _UNDISTURBED:
                     continue  # it may be writing a traceback: an exception would disturb it
                 if thread.is_alive() and thread.ident is not None:
@@ -285,6 +291,14 @@ class ThreadWorld:
             for rank, thread in enumerate(self._threads)
             if thread.ident in found
         }
+
+
+def _imported_module(frame: FrameType) -> str:
+    """Return the innermost module that is imported there, or ""."""
+    for outer, _ in traceback.walk_stack(frame):
+        if (outer.f_globals.get("__name__"), outer.f_code.co_name) == _IMPORTS:
+            return str(outer.f_locals.get("name"))
+    return ""
 
 
 def _is_in_debugger(frame: FrameType) -> bool:

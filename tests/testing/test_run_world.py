@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import os
 import re
 import sys
@@ -481,6 +482,31 @@ def test_the_root_cause_is_shown_even_if_others_never_end() -> None:
 
     with pytest.raises(ValueError, match="the cause"):
         run_world(program, 2, timeout=0.3)
+
+
+def test_a_stalled_import_is_named_and_left_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (
+        "import time",
+        "END = time.monotonic() + 2.5",
+        "while time.monotonic() < END:",
+        "    pass",
+    )
+    (tmp_path / "slow_to_import.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    begun: list[threading.Thread] = []
+
+    def program() -> None:
+        begun.append(threading.current_thread())
+        importlib.import_module("slow_to_import")
+        sp.barrier()
+
+    with pytest.raises(StallError, match="is importing slow_to_import"):
+        run_world(program, 1, timeout=0.2)
+    begun[0].join()
+    assert sys.modules.pop("slow_to_import").END
+    assert run_world(lambda: sp.all_reduce(1), 2) == [2, 2]
 
 
 def test_a_thread_that_cannot_be_ended_leaves_the_process_as_it_was(outer: sp.World) -> None:
