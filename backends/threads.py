@@ -355,8 +355,8 @@ class ThreadBoard(Board):
             is_complete = self._is_complete()
             if self._exact:
                 # Notes that end the wait come before its end. Those of its last instant need not.
-                mode = "collect" if is_complete and self._scheduler.now() < until else "read"
-                self._access((self.key, self.collected + 1), mode)
+                in_time = is_complete and self._scheduler.now() < until
+                self._access((self.key, self.collected + 1), "collect" if in_time else "read")
                 self._access((self.key, "verdict"), "read")
                 if not is_complete:
                     self._access(_ENDS, "read")
