@@ -23,31 +23,57 @@ class Failure(NamedTuple):
     message: str
     traceback: str
     consequence: bool = False  #: it failed only because another rank had failed
+    handled: str = ""  #: headline of its own exception that it handled then, as in a ``finally``
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         """Return `error` as text only, so that any exception can travel."""
-        kind = type(error)
-        name = kind.__qualname__
-        if kind.__module__ not in ("builtins", "__main__"):
-            name = f"{kind.__module__}.{name}"
-        try:
-            message = str(error)
-        except BaseException as broken:  # a user's __str__ must not hide the failure
-            message = f"<no text: its __str__ raised {type(broken).__name__}>"
+        name, message = _describe(error)
         import traceback  # slow to import, and only a failure needs it
 
         try:
             text = "".join(traceback.format_exception(error))
         except Exception as broken:  # there may be no memory or no stack left
             text = f"<no traceback: to format it raised {type(broken).__name__}>"
-        return cls(rank, name, _cut(message, 1500), _cut(text, 6000), isinstance(error, TORN))
+        chain = chain_of(error)
+        torn = next((at for at, link in enumerate(chain) if isinstance(link, TORN)), len(chain))
+        own = [link for link in chain[torn:] if not isinstance(link, TORN)]
+        handled = _headline(*_describe(own[0])) if own else ""
+        consequence = torn < len(chain) and not isinstance(error, AssertionError)
+        return cls(rank, name, _cut(message, 1500), _cut(text, 6000), consequence, handled)
 
     @property
     def headline(self) -> str:
-        """``ValueError: bad value``, on one line."""
-        first = self.message.strip().split("\n", 1)[0]
-        return f"{self.type}: {first}" if first else self.type
+        """``ValueError: bad value``, on one line, and what its rank handled then."""
+        line = _headline(self.type, self.message)
+        return f"{line.rstrip(':')}, while it handled {self.handled}" if self.handled else line
+
+
+def _describe(error: BaseException) -> tuple[str, str]:
+    """Return the type and the text of any exception."""
+    kind = type(error)
+    name = kind.__qualname__
+    if kind.__module__ not in ("builtins", "__main__"):
+        name = f"{kind.__module__}.{name}"
+    try:
+        return name, str(error)
+    except BaseException as broken:  # a user's __str__ must not hide the failure
+        return name, f"<no text: its __str__ raised {type(broken).__name__}>"
+
+
+def _headline(kind: str, message: str) -> str:
+    first = message.strip().split("\n", 1)[0]
+    return f"{kind}: {first}" if first else kind
+
+
+def chain_of(error: BaseException) -> list[BaseException]:
+    """Return `error`, what it was raised from or while handling, and so on."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and all(link is not earlier for earlier in chain):
+        chain.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return chain
 
 
 def _cut(text: str, most: int) -> str:
@@ -264,7 +290,7 @@ def dump(error: SyncError, longest: int = LONGEST_DUMP) -> bytes:
             ranks = format_ranks(facts[name])
             facts[name] = ranks if len(ranks) <= most else ranks[:most].rpartition(",")[0]
         facts["failures"] = [
-            (f.rank, _cut(f.type, most), _cut(f.message, most), _cut(f.traceback, most), f[4])
+            (f.rank, _cut(f.type, most), _cut(f.message, most), _cut(f.traceback, most), *f[4:])
             for f in list(error.failures.values())[: most // 50]
         ]
         fields = [type(error).__name__, _cut(str(error), most), facts]

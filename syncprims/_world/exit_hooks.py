@@ -101,8 +101,9 @@ class ExitHooks:
             if not _at_a_prompt():
                 self._on_end(error.with_traceback(trace))
         finally:
-            if self._brief and isinstance(error, TORN) and show is sys.__excepthook__:
-                print(Failure.of(0, error).headline, file=sys.stderr)  # noqa: T201
+            failure = Failure.of(0, error) if self._brief and isinstance(error, TORN) else None
+            if failure and not failure.handled and show is sys.__excepthook__:
+                print(failure.headline, file=sys.stderr)  # noqa: T201
             else:
                 show(kind, error, trace)
 

@@ -40,11 +40,13 @@ from .world import (
     join_world,
     leave_world,
     report_failure,
+    report_to_torchrun,
     set_world_timeout,
 )
 
 MakeBackend = Callable[[type[Backend], Topology, Settings], Backend]
 
+_OUR_FILE, _FILE_OF_TORCHRUN = "SYNCPRIMS_ERROR_FILE", "TORCHELASTIC_ERROR_FILE"
 _C10D = "torch.distributed.distributed_c10d"
 _modules = sys.modules
 
@@ -85,8 +87,9 @@ class _State:
             self.world = self.aside = None
             self.ended, self.extras = why, {}
             close_world(world, why)
-            # Our launcher asks for the cause of a failure also after shutdown().
-            if self is _state and (why is not _closed or world.settings.error_file is None):
+            # A launcher asks for the cause of a failure also after shutdown().
+            asks = any(self.environ.get(name) for name in (_OUR_FILE, _FILE_OF_TORCHRUN))
+            if self is _state and (why is not _closed or not asks):
                 _exit_hooks.remove()
         return world
 
@@ -166,13 +169,14 @@ def current(timeout: Seconds = None) -> World:
 def shutdown() -> None:
     """End this rank's part in the world; the others see that it has finished.
 
+    Where an exception is on its way, as in a ``finally``, they see that it has failed with that.
     Nothing happens if there is no world. A forked child forgets its parent's world, so that it can
     start another.
     """
     state = _get_state()
     if state.ended is _forked:
         state.ended = state.topology = None
-    _end(state, None)
+    _end(state, _on_its_way())
 
 
 def get_active_group(timeout: Seconds = None) -> Group:
@@ -359,7 +363,7 @@ def leave_group_world(world: World) -> None:
     """End a world that a process group has started: this process may start another one."""
     state = _get_state()
     if state.running is world:
-        _end(state, None)
+        _end(state, _on_its_way())
         state.ended = state.topology = None
     if state is _state:
         state.environ = os.environ
@@ -581,6 +585,13 @@ def _end(state: _State, error: BaseException | None) -> None:
         leave_world(world, error)
 
 
+def _on_its_way() -> BaseException | None:
+    """Return the exception that ends the code which calls us, if one does."""
+    error = sys.exc_info()[1]
+    ends_a_loop = isinstance(error, StopIteration | StopAsyncIteration | GeneratorExit)
+    return None if ends_a_loop else reason(error)
+
+
 def _end_block(world: World, error: BaseException | None) -> None:
     """End the world whose ``with`` block has ended, unless it has been ended inside."""
     state = _get_state()
@@ -623,11 +634,14 @@ def _forked() -> SyncError:
 
 
 def _end_process(error: BaseException | None) -> None:
-    """Leave the world. If it has ended before, report `error` to our launcher all the same."""
-    path = _state.environ.get("SYNCPRIMS_ERROR_FILE")
-    if error is not None and path and _state.running is None and _state.ended is not _forked:
-        with contextlib.suppress(SyncError):
-            report_failure(path, launchers.detect(_state.environ).rank, error)
+    """Leave the world. If it has ended before, report `error` to the launcher all the same."""
+    environ = _state.environ
+    if error is not None and _state.ended is not _forked:
+        if path := environ.get(_FILE_OF_TORCHRUN):
+            report_to_torchrun(path, error)
+        if (path := environ.get(_OUR_FILE)) and _state.running is None:
+            with contextlib.suppress(SyncError):
+                report_failure(path, launchers.detect(environ).rank, error)
     _end(_state, error)
 
 

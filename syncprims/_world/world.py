@@ -15,6 +15,7 @@ import functools
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -542,6 +543,17 @@ def abandon_world(world: World) -> None:
 def report_failure(path: str, rank: int, error: BaseException) -> None:
     """Write why `rank` has failed where the launcher looks; the world has ended before."""
     _report_end(path, _encode(rank, error))
+
+
+def report_to_torchrun(path: str, error: BaseException) -> None:
+    """Write `error` where torchrun's agent looks, in its format, unless the program has done so."""
+    failure = errors.Failure.of(0, error)
+    # The agent shows the failure with the lowest second. One that only follows gets a later one.
+    at = int(time.time()) + (failure.consequence and not failure.handled)
+    about = {"py_callstack": failure.traceback, "timestamp": str(at)}
+    text = json.dumps({"message": {"message": failure.headline, "extraInfo": about}})
+    with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:  # noqa: PTH123
+        file.write(text)
 
 
 def _encode(rank: int, error: BaseException | None) -> bytes | None:

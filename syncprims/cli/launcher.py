@@ -481,6 +481,8 @@ def _describe_failure(
     `failed` are the ranks that failed, in the order in which they ended; `stopped` were ended.
     """
     causes = [end for end in failed if not end.follows]
+    # A cleanup that met the others in another call: its rank has an error of its own.
+    causes = causes or [end for end in failed if end.failure and end.failure.handled]
     first = (causes or failed)[0]
     # With the same error, or the same verdict, no rank was first.
     leaders = [end for end in causes if end.how == first.how]
@@ -488,7 +490,7 @@ def _describe_failure(
     verb = "failed together" if len(leaders) > 1 else "failed first" if causes else "failed"
     ways = collections.defaultdict[str, list[int]](list)
     for end in failed:
-        if causes and end.follows:
+        if causes and end not in causes:
             ways[f"{end.kind} because of rank {first.rank}"].append(end.rank)
     lines = [f"{_name(stopped)}: still running then, and ended"] if stopped else []
     lines += [f"{_name(ranks)}: {how}" for how, ranks in ways.items()]

@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 from syncprims._protocol.call_site import users_part
 from syncprims._protocol.deadlock import describe_group
 from syncprims._protocol.diagnosis import CURE_MISMATCH
-from syncprims.errors import TORN, CollectiveMismatch, PeerFailed, PeerLost, SyncError
+from syncprims.errors import TORN, CollectiveMismatch, PeerFailed, PeerLost, SyncError, chain_of
 from syncprims.interface import Label
 
 from . import errors
@@ -81,16 +81,6 @@ def leaves(error: BaseException | None) -> list[BaseException]:
     if errors.is_group(error):
         return [leaf for member in error.exceptions for leaf in leaves(member)]
     return [] if error is None else [error]
-
-
-def chain_of(error: BaseException) -> list[BaseException]:
-    """Return `error`, what it was raised from or while handling, and so on."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and all(link is not earlier for earlier in chain):
-        chain.append(link)
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return chain
 
 
 def is_consequence(error: BaseException) -> bool:

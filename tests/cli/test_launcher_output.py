@@ -216,6 +216,65 @@ def test_ranks_with_one_error_share_a_line(launches: Launches, source: str, said
     assert "failed, too" not in done.err
 
 
+@pytest.mark.parametrize(
+    "cleanup", ["finally: barrier('cleanup')", "except ValueError: barrier('emergency'); raise"]
+)
+def test_the_cause_is_known_if_the_cleanup_makes_a_call(launches: Launches, cleanup: str) -> None:
+    source = """
+    init()
+    try:
+        if get_rank() == 1: raise ValueError("bad shard 7")
+        barrier("epoch")
+    {}
+    """
+    done = launches.run(source.format(cleanup), n=3)
+    others, *said = done.report
+    assert others == "ranks 0, 2: CollectiveMismatch because of rank 1"
+    assert said[0].startswith("syncprims run: rank 1 failed first (exit code 1): CollectiveMismat")
+    assert said[0].endswith(", while it handled ValueError: bad shard 7")
+    assert "  | ValueError: bad shard 7" in said
+
+
+def test_what_a_rank_handles_is_no_cause_beside_one(launches: Launches) -> None:
+    source = """
+    init()
+    if get_rank() == 1: raise ValueError("bad shard 7")
+    try: {}["cache"]
+    except KeyError: barrier()
+    """
+    assert "rank 1 failed first (exit code 1): ValueError: bad shard 7" in launches.run(source).err
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_cause_is_told_after_shutdown_and_to_torchrun(
+    launches: Launches, tmp_path: Path, recorded: bool
+) -> None:
+    source = """
+    os.environ["TORCHELASTIC_ERROR_FILE"] = sys.argv[1] + os.environ["RANK"]
+    init()
+    try:
+        if not is_main(): raise ValueError("bad shard 7")
+        barrier("epoch")
+    finally:
+        shutdown()
+    """
+    files = [tmp_path / f"error-{rank}" for rank in range(2)]
+    if recorded:
+        files[1].write_text("the program's own")
+    done = launches.run(source, args=[str(tmp_path / "error-")], n=2)
+    assert "SystemExit" not in done.err
+    assert "[rank 0] syncprims.PeerFailed: rank 1 failed, while others wait in" in done.err
+    victim = json.loads(files[0].read_text())["message"]
+    assert "bad shard 7" in victim["message"]
+    if recorded:
+        assert files[1].read_text() == "the program's own"
+        return
+    cause = json.loads(files[1].read_text())["message"]
+    assert cause["message"] == "ValueError: bad shard 7"
+    assert 'raise ValueError("bad shard 7")' in cause["extraInfo"]["py_callstack"]
+    assert int(cause["extraInfo"]["timestamp"]) < int(victim["extraInfo"]["timestamp"])
+
+
 def test_lines_as_json_have_rank_host_restart_and_stream(launches: Launches) -> None:
     source = """
     print("out\\xe9")
