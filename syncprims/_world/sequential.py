@@ -24,9 +24,9 @@ class MainFirst:
     One round: main posts its note after its block, the others post theirs on arrival and wait. If
     main's block raises, its note says so, and no other block runs.
 
-    Blocks may be nested. While main is in a block, the others wait in it, and come to an inner block
-    later. So main keeps its note of an inner block until it leaves the outer one. If the inner block
-    is of more ranks than the outer one, of one node, then the first ranks of all nodes are in their
+    Blocks may be nested. While main is in a block, the others wait in it, and come to an inner one
+    later. So main keeps its note of an inner block until it leaves the outer one. If the outer
+    block is of a node and the inner one of all ranks, the first ranks of all nodes are in their
     outer blocks now: they run the inner one at once, among themselves.
     """
 

@@ -112,8 +112,9 @@ def test_blocks_may_be_nested(world: Ranks, tmp_path: Path) -> None:
 
 
 def test_blocks_may_be_nested_on_several_hosts() -> None:
+    order: list[int] = []
     for seed in range(20):
-        order: list[int] = []
+        order.clear()
         run_world(lambda: nest(lambda: order.append(sp.get_rank())), 6, nodes=3, seed=seed)
         world_local, local_world, whole, local = (order[i : i + 6].index for i in (0, 6, 12, 18))
         for place in (world_local, local_world, local):
