@@ -20,6 +20,7 @@ import functools
 import itertools
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -54,6 +55,7 @@ _ANSWERED = (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 #: Errors of a process that cannot be started since there are too many, of processes or of files.
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 _LONGEST_LINE = 400  # characters of a cause in a line
+_TRACEBACK = re.compile(r"( *[|+] .*)?Traceback \(most recent call last\):")
 _TAIL = 30  # lines of a failed rank's stderr to show again
 
 
@@ -505,6 +507,9 @@ def _describe_failure(
         shown = first.failure.traceback.rstrip().splitlines()
         if not causes:
             shown = first.failure.message.rstrip().splitlines()[1:]
+    # Of ranks that failed together, each has shown it, or said whose it is.
+    if len(leaders) > 1 and any(map(_TRACEBACK.match, shown)) and shown[-1] in first.tail:
+        shown = [shown[-1], "(their traceback is above)"]
     lines += [f"  | {line}" for line in shown]
     status = first.status or 0
     return lines, 128 - status if status < 0 else status

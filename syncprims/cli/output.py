@@ -25,6 +25,7 @@ _LOOKS = 5  # at most, for what came before what has been seen
 _TRACEBACK = b"Traceback (most recent call last):"
 #: Seconds without a new line after which a traceback is complete, and for which it is held at most.
 _TRACEBACK_PAUSE, _LONGEST_HOLD = 0.1, 0.5
+_MOST_TRACEBACKS = 100  # that are compared with those of other ranks
 _PROMPT_PAUSE = 0.2  # seconds after which an unfinished line of rank 0 is shown
 _UNREAD = 5.0  # seconds for which the launcher, once it is asked to end, waits for a reader
 _ERASE = b"\r\x1b[K"  # the line of the cursor, on a terminal
@@ -102,15 +103,15 @@ class Source:
         self.due = math.inf
         if self._held:
             lines, self._held = self._held, []
-            self._show(lines)
+            self._show(lines, self.sink.shorten(self.rank, lines))
         elif self.rank == 0 and b"\r" not in self.begun:
             self.sink.show_unfinished(self, self.begun)
 
-    def _show(self, lines: list[bytes]) -> None:
-        lines = [line.rpartition(b"\r")[2] for line in lines]
+    def _show(self, lines: list[bytes], shortened: list[bytes] | None = None) -> None:
         if self.tail is not None:
-            self.tail.extend(line.decode(errors="replace") for line in lines)
-        self.sink.write(self, lines)
+            whole = (line.rpartition(b"\r")[2] for line in lines)
+            self.tail.extend(line.decode(errors="replace") for line in whole)
+        self.sink.write(self, [line.rpartition(b"\r")[2] for line in shortened or lines])
 
 
 class _Screen:
@@ -133,6 +134,7 @@ class Sink:
         self._facts = facts
         self.is_terminal = stream.isatty() and facts is None
         self.error: OSError | None = None  #: the first failed write
+        self._tracebacks: dict[bytes, int] = {}  # that were shown, and which rank was the first
 
     def write(self, source: Source | None, lines: list[bytes]) -> None:
         """Write complete lines of `source`, or of the launcher itself."""
@@ -152,6 +154,17 @@ class Sink:
         if screen.owner is source:
             screen.owner = None
         self._write(data)
+
+    def shorten(self, rank: int, lines: list[bytes]) -> list[bytes]:
+        """Return `lines`; a traceback that another rank has shown is one line. JSON is whole."""
+        begin = next((at for at, line in enumerate(lines) if _TRACEBACK in line), len(lines))
+        text = b"\n".join(lines[begin:])
+        if len(self._tracebacks) >= _MOST_TRACEBACKS:
+            self._tracebacks.clear()
+        first = self._tracebacks.setdefault(text, rank)
+        if not text or first == rank or self._facts is not None:
+            return lines
+        return [*lines[:begin], b"the same traceback as rank %d" % first]
 
     def _line(self, source: Source | None, line: bytes) -> bytes:
         prefix = _prefix(source)
