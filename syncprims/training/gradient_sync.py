@@ -301,7 +301,7 @@ def _record_reductions(model: DDP) -> set[torch.Tensor]:
     It stays empty if the program's own hook does that: then they are averaged once more.
     """
     reduced: set[torch.Tensor] = set()
-    usual = model.process_group, allreduce_hook
+    usual: tuple[Any, Any] = model.process_group, allreduce_hook
     chosen: list[Any] = getattr(model, "comm_hooks", [])  # not the model: torch holds what is here
 
     def reduce(bucket: Any) -> Any:

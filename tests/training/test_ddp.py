@@ -134,7 +134,7 @@ def test_gradients_are_averaged_wherever_they_come_from(
         given: Any = _Parts()
         if wrapped == "by hand" and ranks > 1:
             given = DistributedDataParallel(given)
-        model = job.prepare(given)
+        model: Any = job.prepare(given)
         inner: Any = job.unwrap_model(model)
         begin, compute = _PASSES[case]
         begin(inner)
@@ -173,7 +173,7 @@ def test_a_program_may_compress_what_ddp_sends(grouped: Callable[[Program], list
             return future
 
         job = new_job(ddp={"bucket_cap_mb": 1})
-        model = job.prepare(nn.Linear(1, 1, bias=False))
+        model: Any = job.prepare(nn.Linear(1, 1, bias=False))
         model.register_comm_hook(3.0, to_one)
         job.backward(model(torch.ones(1, 1)).sum())
         return [*seen, float(model.weight.grad)]
