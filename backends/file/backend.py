@@ -248,8 +248,8 @@ class FileBackend(Backend):
         while True:
             with _locked(self._base, self._run_path.name, timeout, probe=True) as run:
                 try:
-                    replaces = self.settings.elastic and self._newest(run) not in self._met
-                    name = _world_to_join(run, self.topology.rank, replaces=replaces)
+                    elastic = self.settings.elastic and self._newest(run) not in self._met
+                    name = _world_to_join(run, self.topology.rank, elastic=elastic)
                     if name is not None:
                         self._join_world(run, name)
                         self._met.add(self._newest(run))
@@ -475,16 +475,17 @@ def _newest_world(run: PrivateDirectory) -> tuple[int, dict[int, bool]]:
         return number, joined(world)
 
 
-def _world_to_join(run: PrivateDirectory, rank: int, *, replaces: bool) -> str | None:
+def _world_to_join(run: PrivateDirectory, rank: int, *, elastic: bool) -> str | None:
     """Return the name of the world that `rank` joins, or None while that is not decided.
 
-    :param replaces: it may join a world that goes on, in place of a lost rank.
+    :param elastic: it may join a world that goes on, in place of a lost rank.
     """
     number, alive = _newest_world(run)
     lives = any(alive.values())
-    if replaces and lives and not alive.get(rank, rank != UNKNOWN):
+    if elastic and lives and not alive.get(rank, rank != UNKNOWN):
         return _world_name(number)  # in place of the process that had this rank
-    waits = lives and rank not in alive and not all(alive.values())
+    # In an elastic run, the living go on without one that died.
+    waits = lives and rank not in alive and not all(alive.values()) and not elastic
     if rank == UNKNOWN or alive.get(rank) or waits:
         # Another process has this rank, or a rank died while the others still waited for this one:
         # in both cases the living are about to leave.

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import time
 from collections.abc import Sequence
 from types import FrameType
@@ -14,7 +16,7 @@ from syncprims._data import codec
 from syncprims._protocol.rounds import PendingRound
 from syncprims._protocol.validation import require, whole_number
 from syncprims._world.group import Group, rounds_of
-from syncprims._world.runtime import get_active_group, get_extras
+from syncprims._world.runtime import get_active_group, get_extras, get_stop_note
 from syncprims.errors import signal_name
 from syncprims.interface import Mark, Note
 
@@ -47,6 +49,7 @@ class Trigger:
         self._set_in: Group | None = None  # whose members all know that it is set
         self.ranks: list[int] = []  #: after a true check: which ranks had set it
         self.reason: str | None = None  #: after a true check: the lowest setter's reason
+        self._stop_note: str | None = None  # the file that tells our launcher of a SIGTERM
         #: After a check: whether processes wait to join the run in a :func:`syncprims.reform`.
         self.joiners = False
 
@@ -135,6 +138,9 @@ class Trigger:
         self._set_in = self._before = self.reason = None
         self.ranks = []
         self._set.clear()
+        if self._stop_note is not None:  # the run goes on
+            with contextlib.suppress(OSError):
+                os.unlink(self._stop_note)  # noqa: PTH108 - pathlib is slow to import
 
     def __bool__(self) -> bool:
         raise TypeError("a Trigger has no truth value: call check() on every rank")
@@ -171,6 +177,7 @@ class Trigger:
             )
         previous: Any = signal.getsignal(signum)
         first: list[float] = []  # when the first one came
+        process = os.getpid()
 
         def on_signal(received: int, frame: FrameType | None) -> None:
             now = time.monotonic()
@@ -180,6 +187,8 @@ class Trigger:
             elif not first:
                 first.append(now)
                 self.set(signal_name(received))
+                if received == signal.SIGTERM and os.getpid() == process:  # no worker of a loader
+                    self._tell_launcher()
 
         def on_exit() -> None:
             # Python takes the handler away before it has ended, and a process that ends after the
@@ -189,6 +198,13 @@ class Trigger:
 
         signal.signal(signum, on_signal)
         atexit.register(on_exit)
+
+    def _tell_launcher(self) -> None:
+        """Leave a note for `syncprims run`, whose exit code says that the run was stopped."""
+        self._stop_note = get_stop_note()
+        if self._stop_note is not None:
+            with contextlib.suppress(OSError), open(self._stop_note, "wb"):  # noqa: PTH123
+                pass
 
 
 class SelfClearingTrigger(Trigger):

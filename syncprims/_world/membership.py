@@ -92,7 +92,9 @@ def reform(world: World, min_ranks: int, timeout: float | None) -> Change:
     terms = _Terms(call, min_ranks, begin, math.inf if timeout is None else begin + timeout)
     left = f"rank {world.rank} has left this world: it has called {call}"
     _begin_next(world, slots, terms, PeerLost(left, rank=world.rank, call=call))
-    return _meet(world, slots, terms)
+    change = _meet(world, slots, terms)
+    assert change is not None
+    return change
 
 
 def _begin_next(world: World, slots: Slots, terms: _Terms, error: SyncError) -> None:
@@ -116,7 +118,7 @@ def _begin_next(world: World, slots: Slots, terms: _Terms, error: SyncError) -> 
     begin_epoch(world, topology, epoch.number, rounds, why)
 
 
-def _meet(world: World, slots: Slots, terms: _Terms) -> Change:
+def _meet(world: World, slots: Slots, terms: _Terms) -> Change | None:
     """Meet the members of the epoch that was decided, or, if one is lost before, of a later one."""
     while True:
         try:
@@ -127,8 +129,8 @@ def _meet(world: World, slots: Slots, terms: _Terms) -> Change:
         except BaseException as error:  # the others, which wait for this rank, vote again
             leave_rounds(world, PeerFailed.from_failure(Failure.of(world.rank, error), terms.call))
             raise
-        assert world.decided is not None
-        world.change, world.decided = world.decided.change(slots.own), None
+        if world.decided is not None:  # else it has just started
+            world.change, world.decided = world.decided.change(slots.own), None
         return world.change
 
 
@@ -170,11 +172,15 @@ def await_admission(backend: Backend) -> Epoch:
                 return epoch
 
 
-def join_epoch(world: World) -> Change:
-    """Meet the ranks of the epoch in which this process has joined the run."""
+def join_epoch(world: World) -> None:
+    """Meet the ranks of the epoch in which this process starts, or of a later one."""
     slots = world._backend.slots
     assert slots is not None
-    return _meet(world, slots, _Terms("init", 1, slots.now(), math.inf))
+    if world.epoch:
+        terms = _Terms("init", 1, slots.now(), math.inf)
+    else:  # it does not go on alone: its run may be over, and it a replacement that comes too late
+        terms = _Terms("init", 2, slots.now(), slots.now() + world.settings.join_timeout)
+    _meet(world, slots, terms)
 
 
 class _Vote:

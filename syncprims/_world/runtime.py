@@ -31,7 +31,7 @@ from .group import Group, entered
 from .membership import await_admission, is_joining, join_epoch, reform
 from .nodes import place_on_nodes, without_nodes
 from .registry import choose_backend, find_end_recorder
-from .settings import derive_store, find_misspelt, read_settings
+from .settings import STOP_NOTE, derive_store, find_misspelt, read_settings
 from .world import (
     Change,
     World,
@@ -209,6 +209,12 @@ def reform_world(min_ranks: int, timeout: float | None) -> Change:
     change = reform(world, min_ranks, world.timeout if timeout is None else timeout)
     _take_topology(_get_state(), world)
     return change
+
+
+def get_stop_note() -> str | None:
+    """Return the file by which this process tells our launcher that it was asked to stop."""
+    path = _get_state().environ.get("SYNCPRIMS_ERROR_FILE")
+    return f"{path}{STOP_NOTE}" if path else None
 
 
 def get_settings() -> Settings:
@@ -478,10 +484,10 @@ def _start_once(state: _State, backend: str | None, settings: Settings) -> World
             made, choice.backend, settings, topology, state.extras, end=_end_block, decided=epoch
         )
         state.world, state.ended, state.topology = world, None, topology
-        if epoch is None:
-            join_world(world)
-        else:
+        if settings.elastic and made.slots is not None:
             join_epoch(world)
+        else:
+            join_world(world)
         _take_topology(state, world)
         state.in_vain = ""
         _check_process_group(state)

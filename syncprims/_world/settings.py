@@ -11,6 +11,8 @@ from syncprims.interface import Settings, Topology
 
 from .launchers import LAUNCHERS, read_number
 
+#: How a file beside that of a rank's error ends, by which the rank says that SIGTERM stops it.
+STOP_NOTE = "-stopped"
 _PREFIX = "SYNCPRIMS_"
 _FIRST_PORT, _PORTS = 15000, 17000  # that are derived; systems assign those from 32768 up
 

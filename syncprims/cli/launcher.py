@@ -38,6 +38,7 @@ from syncprims._system.host import free_port, most_processes
 from syncprims._world.launchers import detect, make_rank_variables
 from syncprims._world.registry import find_end_recorder
 from syncprims._world.scratch import scratch_directory
+from syncprims._world.settings import STOP_NOTE
 from syncprims.errors import ConfigurationError, Failure, SyncError
 
 from .output import Output, Source
@@ -120,13 +121,14 @@ class _Guard(NamedTuple):
 def _guard(scratch: Path) -> Generator[_Guard]:
     """Run a guard during the block. It is forked here, before there is any thread."""
     reader, writer = os.pipe()
+    launcher = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if not pid:
         try:
             os.close(writer)
-            _stand_guard(reader, scratch)
+            _stand_guard(reader, scratch, launcher)
         finally:
             os._exit(0)
     os.close(reader)
@@ -139,11 +141,20 @@ def _guard(scratch: Path) -> Generator[_Guard]:
         os.waitpid(pid, 0)
 
 
-def _stand_guard(reader: int, scratch: Path) -> None:
-    """Wait for the end of the launcher; if it was killed, end what it has started."""
-    os.setsid()  # no terminal
+def _stand_guard(reader: int, scratch: Path, launcher: int) -> None:
+    """Wait for the end of the launcher; if it was killed, end what it has started.
+
+    A signal that comes here was meant for the launcher.
+    """
+
+    def pass_on(signum: int, frame: object) -> None:
+        if os.getppid() == launcher:
+            os.kill(launcher, signum)
+
     for signum in (*_STOPPING, *_ANSWERED):
-        signal.signal(signum, signal.SIG_IGN)
+        signal.signal(signum, pass_on)
+    os.setsid()  # no terminal
+    processes.set_title(f"syncprims run: guard of {launcher}")
     null = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):  # or those who wait for the end of the output would wait for this process
         os.dup2(null, fd)
@@ -152,11 +163,12 @@ def _stand_guard(reader: int, scratch: Path) -> None:
         said += part
     if said.endswith(b"."):
         return
-    if sys.platform != "linux":  # there, the system has ended the ranks
-        for pid in said.rpartition(b"\n")[2].split():
+    processes.end_processes(scratch)
+    for pid in said.rpartition(b"\n")[2].split():
+        # On Linux, the system has ended the ranks: a leader that lives is of another group.
+        if sys.platform != "linux" or processes.stat_fields(int(pid))[:1] in ([], [b"Z"]):
             with contextlib.suppress(OSError):
                 os.killpg(int(pid), signal.SIGKILL)
-    processes.end_processes(scratch)
     shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -166,8 +178,11 @@ def _stand_guard(reader: int, scratch: Path) -> None:
 class _RankProcess:
     """One rank's process, in a process group of its own, and the last lines of its stderr."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], report: Path) -> None:
+    def __init__(
+        self, rank: int, process: subprocess.Popen[bytes], report: Path, *, late: bool
+    ) -> None:
         self.rank = rank
+        self.late = late  #: it replaces a lost one
         self.process = process
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL)
         self.status: int | None = None  #: as `os.waitstatus_to_exitcode`, once it has ended
@@ -199,6 +214,11 @@ class _RankProcess:
             return next(iter(errors.load(self._report.read_bytes()).failures.values()), None)
         except (OSError, ValueError):
             return None
+
+    @property
+    def was_asked_to_stop(self) -> bool:
+        """Whether SIGTERM has set a trigger of the rank, which has not cleared it since."""
+        return Path(f"{self._report}{STOP_NOTE}").exists()
 
     @property
     def follows(self) -> bool:
@@ -308,9 +328,12 @@ class _Launcher:
                 break
         if self._failed:
             return self._report()
+        saved = bool(self._ranks) and not any(r.status for r in self._ranks if r not in self._lost)
+        if saved and not self._received and any(r.was_asked_to_stop for r in self._ranks):
+            return STOPPED
         if self._received:
-            saved = self._received[0] == signal.SIGTERM and not any(r.status for r in self._ranks)
-            return STOPPED if saved and self._ranks else 128 + self._received[0]
+            saved = saved and self._received[0] == signal.SIGTERM
+            return STOPPED if saved else 128 + self._received[0]
         if (error := self._output.error) is not None:
             why = f"all ranks succeeded, but their output is lost: {error.strerror}"
             raise OSError(error.errno, why)
@@ -364,7 +387,7 @@ class _Launcher:
             cure = "start fewer ranks, or raise the limit: ulimit -n (files), ulimit -u (processes)"
             raise ConfigurationError(f"{what}; {cure}") from error
         guard.send(f"{process.pid} ")
-        started = _RankProcess(rank, process, report)
+        started = _RankProcess(rank, process, report, late=late)
         self._ranks.append(started)
         assert process.stdout is not None
         assert process.stderr is not None
@@ -390,9 +413,12 @@ class _Launcher:
             self._take_failures([rank for rank in ended if rank.status and not rank.stopped])
             if not running:
                 return
+            replaced = {rank for _, rank in self._replace_at}
             if not self._failed and not self._received:
                 self._start_replacements(folder, guard)
             for rank in ended:  # others may wait for it to join
+                if rank.rank in replaced:
+                    continue  # another process comes
                 with contextlib.suppress(OSError, SyncError):
                     recorder, topology, settings = find_end_recorder(self._environ(rank.rank))
                     recorder.record_end(topology, settings, errors.describe_exit(rank.status))
@@ -402,7 +428,8 @@ class _Launcher:
                     requested_at, kill_at = now, min(kill_at, now + self._options.grace)
                     name, seconds = signal.Signals(signum).name, f"{self._options.grace:g} s"
                     what = f"{name}: the ranks have {seconds} to stop"
-                    self._output.say(f"syncprims run: {what}; another Ctrl-C ends them at once")
+                    again = "; another Ctrl-C ends them at once" if signum == signal.SIGINT else ""
+                    self._output.say(f"syncprims run: {what}{again}")
                 elif signum != signal.SIGINT:
                     continue
                 elif now - requested_at > _ONE_REQUEST:
@@ -424,6 +451,11 @@ class _Launcher:
 
     def _take_failures(self, failed: list[_RankProcess]) -> None:
         """Fail the run, unless enough ranks are left; then a replacement may be due."""
+        for rank in [one for one in failed if one.late and one.follows]:
+            if all(other.status is not None for other in self._ranks):
+                failed.remove(rank)
+                what = f"the replacement for rank {rank.rank} came too late"
+                self._output.say(f"syncprims run: {what}: the others had ended")
         self._lost += failed
         left = [rank for rank in self._ranks if not rank.status]
         if failed and (self._received or len(left) < (self._least or math.inf)):

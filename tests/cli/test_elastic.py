@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -72,6 +73,59 @@ def test_a_replacement_joins(launches: Launches) -> None:
         "[rank 0] done 0 3 False", "[rank 1] done 2 3 True", "[rank 2] done 1 3 False"
     ]  # fmt: skip
     assert "2 ranks left, replacement 1 of 2" in done.err
+
+
+@pytest.mark.parametrize("others", ["all", "some"])
+def test_a_rank_that_dies_before_the_end_of_its_start_is_replaced(
+    others: str, launches: Launches
+) -> None:
+    """Before it has joined, or while it waits for one that has not joined yet."""
+    dies = """
+    from pathlib import Path
+    import threading
+    first, rank, others = Path(sys.argv[1]), int(os.environ["RANK"]), sys.argv[2]
+    if rank == 1 and not first.exists():
+        if others == "some":
+            threading.Timer(1, lambda: (first.touch(), os.kill(os.getpid(), 9))).start()
+            init()
+        first.touch()
+        os.kill(os.getpid(), 9)
+    while rank == 2 and others == "some" and not first.exists(): time.sleep(0.01)
+    """
+    source = textwrap.dedent(dies) + loop(epoch=0).replace(
+        "epoch >= EPOCH", "world_size == 3 and True"
+    )
+    done = launches.run(
+        source, "--elastic", "2:3", "--max-restarts", "2",
+        args=[str(launches.script.parent / "first"), others],
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert sorted(line.split()[4] for line in done.out.splitlines()) == ["3", "3", "3"]
+    assert "lost rank 1 (killed by SIGKILL); 2 ranks left, replacement 1 of 2" in done.err
+
+
+def test_a_replacement_that_comes_too_late_is_no_failure(launches: Launches) -> None:
+    source = """
+    from pathlib import Path
+    first, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    def await_file(name):
+        while not first.with_name(name).exists(): time.sleep(0.01)
+    if rank == 1 and first.exists():
+        first.with_name("comes").touch()
+        await_file("done-0"), await_file("done-2")
+    barrier()
+    if rank == 1:
+        first.touch()
+        os.kill(os.getpid(), 9)
+    await_file("comes")
+    shutdown()
+    first.with_name(f"done-{rank}").touch()
+    """
+    flags = "--elastic", "2:3", "--max-restarts", "3"
+    done = launches.run(source, *flags, args=[str(launches.script.parent / "first")])
+    assert done.code == 0, done.err
+    assert done.err.count("left, replacement") == 1
+    assert "the replacement for rank 1 came too late: the others had ended" in done.err
 
 
 def test_the_run_ends_when_too_few_are_left(launches: Launches) -> None:

@@ -266,6 +266,18 @@ def test_ranks_and_children_die_with_a_killed_launcher(launches: Launches, sourc
         await_condition(lambda: not scratch.exists(), "the scratch directory is left")
 
 
+def test_a_killed_launcher_leaves_no_process_of_the_groups_of_its_ranks(launches: Launches) -> None:
+    """Also without our variables."""
+    child = CHILD.replace("start_new_session=True", "env={}")
+    with launches.start(f"{child}time.sleep(99)\n") as launcher:
+        assert launcher.stdout is not None
+        for _ in range(2):
+            assert launcher.stdout.readline()
+        launcher.kill()
+        launcher.wait()
+        await_condition(lambda: not find_processes(launches.script), "children live on")
+
+
 def test_ranks_die_even_if_the_guard_was_killed_too(launches: Launches) -> None:
     source = "print(os.environ['SYNCPRIMS_DIR'])\nbarrier()\nprint('ready')\ntime.sleep(99)\n"
     with launches.start(source) as launcher:
@@ -354,6 +366,32 @@ def test_a_second_sigterm_of_a_scheduler_loses_no_save(launches: Launches) -> No
         assert launcher.stderr is not None
         assert "SIGTERM: the ranks have 60 s to stop" in launcher.stderr.read()
         assert launcher.wait(timeout=PATIENCE) == 75
+
+
+@pytest.mark.parametrize(("then", "code"), [("", 75), ("stop.clear()", 0)])
+def test_a_run_that_one_rank_is_asked_to_stop_is_stopped(
+    then: str, code: int, launches: Launches
+) -> None:
+    source = f"""
+    stop = Trigger("stop")
+    stop.set_on_signal()
+    if get_rank() == 1: os.kill(os.getpid(), signal.SIGTERM)
+    while not stop.check(): time.sleep(0.01)
+    {then}
+    """
+    assert launches.run(source, n=2).code == code
+
+
+def test_the_guard_says_what_it_is_and_passes_signals_on(launches: Launches) -> None:
+    with launches.start("barrier()\nprint('ready')\ntime.sleep(99)\n") as launcher:
+        await_lines(launcher, "ready")
+        guard, *_ = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        title = Path(f"/proc/{guard}/cmdline").read_text().rstrip("\0")
+        assert title == f"syncprims run: guard of {launcher.pid}"
+        os.kill(int(guard), signal.SIGTERM)
+        assert launcher.stderr is not None
+        assert launcher.stderr.readline() == "syncprims run: SIGTERM: the ranks have 30 s to stop\n"
+        assert launcher.wait(timeout=PATIENCE) == 143
 
 
 def await_pause(launcher: subprocess.Popen[str]) -> None:
