@@ -12,7 +12,7 @@ from syncprims._world.world import version
 from syncprims.errors import SyncError
 
 from . import env, metrics, run, trace, who
-from .console import CommandParser
+from .console import CommandParser, say
 
 #: In the order of ``--help``. A command is a module with `add_arguments` and `run`. Its docstring
 #: is its help: a summary, a paragraph, and what comes after the flags.
@@ -31,28 +31,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.suppress(AttributeError):  # a replacement of it has no encoding
         stdout.reconfigure(errors="backslashreplace")  # what its encoding lacks, as stderr does
     try:
-        options = parser().parse_args(argv)
-        options.environ = os.environ
-        code = int(options.run(options))
-        sys.stdout.flush()
+        try:
+            options = parser().parse_args(argv)
+            options.environ = os.environ
+            return int(options.run(options))
+        finally:
+            say("", sys.stdout)  # so that what cannot be written is known here
     except SyncError as error:
-        print(f"syncprims: {error}", file=sys.stderr)  # noqa: T201
+        say(f"syncprims: {error}\n")
         return 2
     except KeyboardInterrupt:
-        print("syncprims: interrupted", file=sys.stderr)  # noqa: T201
+        say("syncprims: interrupted\n")
         return 130
-    except OSError as error:  # a closed pipe, or a full disk
-        # Discard what cannot be written: Python would try again when it exits.
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except OSError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        if isinstance(error, BrokenPipeError):
-            return 141
-        print(f"syncprims: {error}", file=sys.stderr)  # noqa: T201
+    except BrokenPipeError:
+        return 141
+    except OSError as error:  # a full disk
+        say(f"syncprims: {error}\n")
         return 1
-    return code
+    finally:
+        say("")
 
 
 def parser() -> CommandParser:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TextIO
@@ -34,12 +36,34 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return options
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        say(message, file or sys.stderr)
+
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where the help is, and exit with code 2."""
         wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         near = difflib.get_close_matches(wrong[1], re.findall(r"\w+", wrong[2]), 1) if wrong else []
         message += f"; did you mean {near[0]}?" if near else ""
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` says more\n")
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Write a last word to the error stream, which may be full or closed, or to `stream`.
+
+    What cannot be written is dropped: Python would try again when it ends, and exit with 120.
+
+    :raises OSError: if it is standard output that cannot be written.
+    """
+    stream = stream or sys.stderr
+    try:
+        if text:  # even nothing cannot be written to a full device
+            stream.write(text)
+        stream.flush()
+    except OSError:
+        with open(os.devnull, "wb") as null:  # noqa: PTH123
+            os.dup2(null.fileno(), stream.fileno())
+        if stream is sys.stdout:
+            raise
 
 
 class Style:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from syncprims.errors import ConfigurationError, format_ranks
 
-from .console import CommandParser, Style, table
+from .console import CommandParser, Style, say, table
 
 if TYPE_CHECKING:
     from syncprims.tracing.analysis import Analysis
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"Run {traced.name}, {size} rank{'s' * (size > 1)}{more}\n")  # noqa: T201
     print("\n".join(report(analysis, Style(sys.stdout, options.environ))))  # noqa: T201
     for complaint in (*traced.complaints, *_caveats(analysis)):
-        print(f"syncprims: {complaint}", file=sys.stderr)  # noqa: T201
+        say(f"syncprims: {complaint}\n")
     for line in written:
         print(line)  # noqa: T201
     return code
@@ -86,7 +86,7 @@ def _write_files(analysis: Analysis, options: argparse.Namespace) -> tuple[int, 
             pictures.draw_image(analysis, path)
             written.append(f"{path}: the timeline")
     except OSError as error:
-        print(f"syncprims: cannot write {path}: {error}", file=sys.stderr)  # noqa: T201
+        say(f"syncprims: cannot write {path}: {error}\n")
         code = 1
     return code, written
 

@@ -188,6 +188,32 @@ def test_an_output_that_nobody_takes_stops_nobody_and_is_told(
     assert (tmp_path / "done").read_text() == ".."
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("arguments", "stream", "codes"),
+    [
+        ("rnu", "stderr", (2, 2)),
+        ("who no-such-run", "stderr", (2, 2)),
+        ("run no-such-file.py", "stderr", (2, 2)),
+        ("--help", "stdout", (1, 141)),
+    ],
+)
+def test_a_last_word_that_cannot_be_written_changes_no_exit_code(
+    launches: Launches, arguments: str, stream: str, codes: tuple[int, int], unbuffered: str
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    launches.environ["PYTHONUNBUFFERED"] = unbuffered
+    line = [sys.executable, "-m", "syncprims", *arguments.split()]
+    with Path("/dev/full").open("wb") as disk, os.fdopen(writer, "wb") as pipe:
+        for sink, code in ((disk, codes[0]), (pipe, codes[1])):
+            streams = (subprocess.DEVNULL, sink) if stream == "stderr" else (sink, None)
+            done = subprocess.run(
+                line, env=launches.environ, stdout=streams[0], stderr=streams[1], check=False
+            )
+            assert done.returncode == code
+
+
 @pytest.mark.parametrize("closed", [[1], [2], [0, 1, 2]], ids=str)
 def test_closed_streams_stop_nobody(closed: list[int], launches: Launches) -> None:
     launches.write(
