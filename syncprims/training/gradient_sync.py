@@ -16,7 +16,6 @@ from zlib import crc32
 
 import torch
 from torch import distributed, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parameter import is_lazy
 
@@ -183,10 +182,6 @@ def describe(tensor: torch.Tensor) -> str:
 class WrappedModel(DDP):
     """DDP with the attributes of the model inside: ``model.encode(x)`` works on every backend."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        self.comm_hooks: list[tuple[Any, Any]] = []  #: the program's own, if any, and its state
-
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -194,10 +189,6 @@ class WrappedModel(DDP):
             if name == "module":  # not there yet, or no longer
                 raise
             return getattr(self.module, name)
-
-    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
-        """Let `hook` average the buckets: it is called where they are recorded."""
-        self.comm_hooks[:] = [(state, hook)]
 
 
 def averages_gradients_itself(model: nn.Module) -> bool:
@@ -239,7 +230,8 @@ class BackwardWatch:
         self._handles: list[Any] = []
         self._pass = -1  # the number that torch has given to the current pass
         self._reached: set[int] = set()  # places of the models that it has reached
-        self._reduced: dict[nn.Module, set[torch.Tensor]] = {}  # by DDP, in the current pass
+        self._known: dict[nn.Module, set[torch.Tensor]] = {}  # parameters that DDP was made with
+        self._prepared: set[nn.Module] = set()  # DDP expects a backward pass of these
 
     def add(self, model: nn.Module) -> None:
         """Watch `model`, also those of its parameters that are frozen now."""
@@ -248,7 +240,8 @@ class BackwardWatch:
         place = len(self._models)
         self._models.append(model)
         if isinstance(model, DDP):
-            self._reduced[model] = _record_reductions(model)
+            self._known[model] = {p for p in model.parameters() if p.requires_grad}
+            self._handles.append(model.register_forward_hook(self._note_forward))
 
         def note(_: torch.Tensor) -> None:
             if not self.paused:
@@ -267,7 +260,7 @@ class BackwardWatch:
             handle.remove()
         self._handles.clear()
         self._models.clear()
-        self._reduced.clear()
+        self._known.clear()
 
     def misses(self, model: nn.Module) -> bool:
         """Return whether `model` has gradients that its DDP has not averaged in the last pass.
@@ -275,11 +268,14 @@ class BackwardWatch:
         So it is with parameters that DDP was not made with, since they were frozen or not there
         yet, and if DDP has not seen the forward pass.
         """
-        reduced = self._reduced[model]
-        missed = any(p.grad is not None and p.requires_grad and p not in reduced
-                     for p in model.parameters())  # fmt: skip
-        reduced.clear()
-        return missed
+        known = self._known[model] if model in self._prepared else set[torch.Tensor]()
+        self._prepared.discard(model)
+        held = (p for p in model.parameters() if p.grad is not None and p.requires_grad)
+        return not known.issuperset(held)
+
+    def _note_forward(self, model: nn.Module, *_: Any) -> None:
+        if torch.is_grad_enabled() and model.require_backward_grad_sync:
+            self._prepared.add(model)
 
     def _note(self, place: int) -> None:
         # A failed pass never ended: the number of the pass shows that, and an empty set would not.
@@ -293,22 +289,3 @@ class BackwardWatch:
         reached, self._pass = sorted(self._reached), -1
         models = [self._models[place] for place in reached if place < len(self._models)]
         _engine.queue_callback(lambda: self._average(models))  # after DDP has written its means
-
-
-def _record_reductions(model: DDP) -> set[torch.Tensor]:
-    """Return a set that gets the parameters whose gradients DDP averages, as it averages them.
-
-    It stays empty if the program's own hook does that: then they are averaged once more.
-    """
-    reduced: set[torch.Tensor] = set()
-    usual: tuple[Any, Any] = model.process_group, allreduce_hook
-    chosen: list[Any] = getattr(model, "comm_hooks", [])  # not the model: torch holds what is here
-
-    def reduce(bucket: Any) -> Any:
-        reduced.update(bucket.parameters())
-        state, hook = chosen[0] if chosen else usual
-        return hook(state, bucket)
-
-    with contextlib.suppress(RuntimeError):  # there is one already
-        DDP.register_comm_hook(model, None, lambda _, bucket: reduce(bucket))
-    return reduced

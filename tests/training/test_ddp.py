@@ -174,7 +174,7 @@ def test_a_program_may_compress_what_ddp_sends(grouped: Callable[[Program], list
 
         job = new_job(ddp={"bucket_cap_mb": 1})
         model: Any = job.prepare(nn.Linear(1, 1, bias=False))
-        model.register_comm_hook(3.0, to_one)
+        model.register_comm_hook(3.0, lambda factor, bucket: to_one(factor, bucket))
         job.backward(model(torch.ones(1, 1)).sum())
         return [*seen, float(model.weight.grad)]
 
