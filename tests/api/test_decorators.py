@@ -50,7 +50,7 @@ def nest(body: Callable[[], object]) -> list[list[Any]]:
     """Return what each nesting of two blocks has raised on this rank, and how many go on."""
     found = []
     for outer, inner in NESTINGS:
-        raised: list[str] = []
+        raised: list[object] = []
         try:
             with sp.main_first(local=outer):
                 with sp.main_first(local=inner):

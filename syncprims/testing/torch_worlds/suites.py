@@ -27,8 +27,8 @@ import torch
 
 from syncprims._world.runtime import current
 from syncprims.c10d.torch_internals import ProfilerRefused, replaced
-from syncprims.errors import ConcurrentCall
-from syncprims.testing.outcomes import chain_of, leaves, results_of
+from syncprims.errors import ConcurrentCall, chain_of
+from syncprims.testing.outcomes import leaves, results_of
 from syncprims.testing.world_spec import Kind, WorldSpec, test_context
 from syncprims.testing.worlds import run_once
 
