@@ -39,6 +39,7 @@ class MainFirst:
     ) -> None:
         """With `first_of_nodes`, the group is that of a node, and these are the first of each."""
         self._rounds = rounds
+        self.members = rounds.members
         self._name = name
         # Preparing data takes as long as it takes: the default timeout does not apply.
         self._timeout = math.inf if timeout is None else timeout
@@ -53,7 +54,7 @@ class MainFirst:
         self._label = rounds.note("main_first", self._name).label
         self._among_first, self._kept = None, []
         note, outer, members = Note(self._label), _waited_for_by(rounds), set(rounds.members)
-        if outer is not None and outer._first_of_nodes and members > set(outer._rounds.members):
+        if outer is not None and outer._first_of_nodes and members > set(outer.members):
             first = outer._first_of_nodes()
             self._among_first = first if members.issuperset(first.members) else None
         if self._leads:
@@ -104,7 +105,7 @@ def _meet(rounds: Rounds, note: Note, timeout: float) -> None:
 def _waited_for_by(rounds: Rounds) -> MainFirst | None:
     """Return the innermost block that other members of these rounds wait in for this rank."""
     for block in reversed(_leading.get()):
-        if set(block._rounds.members).intersection(rounds.members) - {rounds.rank}:
+        if set(block.members).intersection(rounds.members) - {rounds.rank}:
             return block
     return None
 

@@ -47,14 +47,14 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` says more\n")
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
+def say(text: str, stream: Any = None) -> None:
     """Write a last word to the error stream, which may be full or closed, or to `stream`.
 
     What cannot be written is dropped: Python would try again when it ends, and exit with 120.
 
     :raises OSError: if it is standard output that cannot be written.
     """
-    stream = stream or sys.stderr
+    stream = sys.stderr if stream is None else stream
     try:
         if text:  # even nothing cannot be written to a full device
             stream.write(text)
