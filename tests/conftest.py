@@ -70,8 +70,10 @@ _KEPT = set(signal.Signals) - {signal.SIGCHLD, signal.SIGALRM}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the long loops of `make soak` take their time."""
+    """Let the long loops of `make soak` take their time, and skip what this user cannot do."""
     for item in items:
+        if os.geteuid() != 0 and item.get_closest_marker("root") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs root"))
         if item.get_closest_marker("soak") is not None:
             item.add_marker(pytest.mark.timeout(7200))
 

@@ -24,7 +24,7 @@ OTHER_USER = 65534
 RUN = "planted"
 RUN_NAME = f"syncprims-{RUN}"
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
+needs_root = pytest.mark.root
 
 
 def start_intruder(does: Callable[[], object]) -> int:

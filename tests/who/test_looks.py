@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.intruders import needs_root
 from support.observed import await_report, running
 from support.random_programs import plan
 from support.random_programs import run as run_random_program
@@ -327,7 +328,7 @@ def test_a_process_that_is_no_rank_is_told(meeting_place: Path) -> None:
         who(pid)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@needs_root
 def test_another_user_sees_nothing_and_is_told_why(meeting_place: Path) -> None:
     reader, writer = os.pipe()
 
@@ -364,7 +365,7 @@ time.sleep(3600)
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make namespaces")
+@needs_root
 def test_pids_are_those_of_the_reader(meeting_place: Path, tmp_path: Path) -> None:
     """Ranks in a container have other numbers there; one that is not seen has none."""
     unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]

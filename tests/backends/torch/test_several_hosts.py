@@ -12,7 +12,10 @@ import pytest
 from conftest import soak
 from support.network_hosts import Network, network, why_not
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
 started = pytest.mark.parametrize("agents", [False, soak(True)], ids=["forked", "torchrun"])
 
 #: A little of everything; each rank tells what it saw.

@@ -140,9 +140,9 @@ def test_a_deadline_while_the_store_is_stopped(meeting_place: Path, signs: Signs
 
 
 @pytest.mark.soak
+@pytest.mark.root
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_a_host_that_is_cut_off_and_comes_back_hangs_nobody(tmp_path: Path) -> None:
-    if why_not() is not None:
-        pytest.skip(str(why_not()))
     with network(2, 2, tmp_path) as net:
         net.run(
             """
