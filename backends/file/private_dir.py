@@ -12,10 +12,16 @@ import contextlib
 import errno
 import os
 import stat
-import tempfile
 from collections.abc import Generator
 from pathlib import Path, PurePath
 
+from syncprims._system.places import (
+    find_own_weakness,
+    find_weakness,
+    is_closed,
+    is_trusted,
+    list_common_places,
+)
 from syncprims.errors import ConfigurationError
 from syncprims.interface import Settings
 
@@ -36,21 +42,21 @@ def base_path(settings: Settings) -> Path:
 
 def default_base(runtime_directory: str | None) -> Path:
     """Return where runs meet by default: in memory if possible, and private to the user."""
-    if runtime_directory is not None and _may_host(Path(runtime_directory), {os.geteuid()}):
-        return Path(runtime_directory) / "syncprims"
-    # In a container it may be open to all without the sticky bit; then a disk is used.
-    parent = Path("/dev/shm")
-    if not _may_host(parent, _trusted()):
-        parent = Path(tempfile.gettempdir())
+    own = Path(runtime_directory or "/")
+    if runtime_directory and _may_host(own) and own.stat().st_uid == os.geteuid():
+        return own / "syncprims"
+    places = list_common_places()
+    # If none will do, to open one that is there says why.
+    there = next(filter(Path.exists, places), places[0])
+    parent = next(filter(_may_host, places), there)
     return parent / f"syncprims-{os.geteuid()}"
 
 
-def _may_host(path: Path, owners: set[int]) -> bool:
+def _may_host(path: Path) -> bool:
     try:
-        found = path.stat()
+        return not find_weakness(path) and os.access(path, os.W_OK | os.X_OK)
     except OSError:
         return False
-    return not _weakness(found, owners) and os.access(path, os.W_OK | os.X_OK)
 
 
 class PrivateDirectory:
@@ -262,14 +268,13 @@ def _pass_to(path: Path) -> int:
 
     Links on the way are followed if their owner is trusted: on macOS, /tmp is a link.
     """
-    trusted = _trusted()
     at, todo, links = Path("/"), list(reversed(path.parts[1:-1])), 0
     fd = os.open("/", _PASS_DIR)
     try:
-        _check_passage(path, at, os.fstat(fd), trusted)
+        apart = _check_passage(path, at, os.fstat(fd), True)
         while todo:
             name = todo.pop()
-            target = _link(at / name, name, fd, trusted)
+            target = _link(at / name, name, fd, apart)
             if target is not None:
                 links += 1
                 if links > _MOST_LINKS:
@@ -280,21 +285,21 @@ def _pass_to(path: Path) -> int:
             inner = _enter(at / name, name, fd, mode=0o755, flags=_PASS_DIR)
             os.close(fd)
             fd, at = inner, at / name
-            _check_passage(path, at, os.fstat(fd), trusted)
+            apart = _check_passage(path, at, os.fstat(fd), apart)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _link(path: Path, name: str, above: int, trusted: set[int]) -> str | None:
+def _link(path: Path, name: str, above: int, apart: bool) -> str | None:
     """Return the target of the link `name`; None if it is not a link, or not there."""
     try:
         found = os.stat(name, dir_fd=above, follow_symlinks=False)
         target = os.readlink(name, dir_fd=above) if stat.S_ISLNK(found.st_mode) else None
     except OSError:
         return None  # to open it will say what is wrong
-    if target is not None and found.st_uid not in trusted:
+    if target is not None and not is_trusted(found.st_uid, apart):
         raise ConfigurationError(
             f"{path} is a link that belongs to user {found.st_uid}, who could lead ranks to "
             f"different directories; {_CURE}"
@@ -317,32 +322,18 @@ def _enter(path: Path, name: str, above: int, mode: int = 0o700, flags: int = _O
         raise ConfigurationError(_why_not(path, error)) from error
 
 
-def _trusted() -> set[int]:
-    """Return who may own the directories on the way: this user and root.
-
-    In a user namespace, the root user outside has another number: the owner of the root directory.
-    """
-    return {0, os.geteuid(), Path("/").stat().st_uid}
-
-
-def _weakness(found: os.stat_result, trusted: set[int]) -> str:
-    """Return why other users could rename what is in this directory; empty if they could not."""
-    if found.st_uid not in trusted:
-        return f"belongs to user {found.st_uid}"
-    mode = stat.S_IMODE(found.st_mode)
-    if mode & 0o022 and not mode & stat.S_ISVTX:
-        return f"has mode {mode:04o}"
-    return ""
-
-
-def _check_passage(path: Path, at: Path, found: os.stat_result, trusted: set[int]) -> None:
-    weakness = _weakness(found, trusted)
-    if weakness:
-        cure = "" if found.st_uid not in trusted else f"run `chmod go-w {at}`, or "
+def _check_passage(path: Path, at: Path, found: os.stat_result, apart: bool) -> bool:
+    """Raise if other users could rename what is in `at`; return whether it is closed to them."""
+    if weakness := find_own_weakness(at, found, apart):
+        cure = ""
+        if weakness.startswith("has") and os.geteuid() in (0, found.st_uid):
+            # What is open to all is meant for all.
+            cure = f"run `chmod {'+t' if found.st_mode & 0o002 else 'go-w'} {at}`, or "
         raise ConfigurationError(
             f"{path} cannot be used as a meeting place: {at} above it {weakness}, so others could "
             f"put another directory in its place; {cure}{_CURE}, where others cannot rename it"
         )
+    return is_closed(found)
 
 
 # -- what is wrong --------------------------------------------------------------------------------

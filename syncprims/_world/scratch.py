@@ -10,11 +10,12 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
+from syncprims._system.places import find_weakness, list_common_places
 from syncprims.errors import ConfigurationError
 
 _PREFIX = "syncprims-"  # of all their names
 LOCK = "in-use"  #: a file in it, with the number of the process that has made it
-_MEMORY = "/dev/shm"
+_LEAST = 1 << 20  # bytes that a place must have free
 
 
 @contextlib.contextmanager
@@ -26,9 +27,9 @@ def scratch_directory(purpose: str, inside: Path | None = None) -> Generator[Pat
 
     :raises ConfigurationError: if no such directory can be made.
     """
-    places = [_MEMORY, tempfile.gettempdir()]
+    places = list_common_places()
     _remove_dead(*places)
-    path = _make(purpose, [str(inside)] if inside is not None else places)
+    path = _make(purpose, places if inside is None else [inside])
     try:
         # The lock gets its name only once it is held: under this name it never looks free.
         fd = os.open(path / ".new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -43,24 +44,30 @@ def scratch_directory(purpose: str, inside: Path | None = None) -> Generator[Pat
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _make(purpose: str, places: list[str]) -> Path:
-    why: OSError | None = None
+def _make(purpose: str, places: list[Path]) -> Path:
+    tried: list[str] = []
     for place in places:
         try:
-            return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-", dir=place))
+            if weakness := find_weakness(place):
+                why = f"{weakness}, so others could replace what is in it"
+            elif shutil.disk_usage(place).free < _LEAST:
+                why = "No space left on device"
+            else:
+                return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-", dir=place))
         except OSError as error:
-            why = error
+            why = error.strerror or str(error)
+        tried.append(f"{place} ({why})")
     raise ConfigurationError(
-        f"there is no place for temporary files, tried {' and '.join(places)}: {why}; make one of "
-        f"them writable, or set TMPDIR to a directory of your own"
-    ) from why
+        f"there is no place for temporary files, tried {' and '.join(tried)}; make a directory of "
+        f"your own, and set TMPDIR to it: `mkdir -p -m 700 ~/tmp; export TMPDIR=~/tmp`"
+    )
 
 
 @functools.cache  # once in each process
-def _remove_dead(*places: str) -> None:
+def _remove_dead(*places: Path) -> None:
     for place in places:
         with contextlib.suppress(OSError):
-            for path in Path(place).glob(f"{_PREFIX}*/{LOCK}"):
+            for path in place.glob(f"{_PREFIX}*/{LOCK}"):
                 if _is_free(path):
                     shutil.rmtree(path.parent, ignore_errors=True)
 

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import stat
-import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from importlib import import_module
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncprims._system.identity import ProcessIdentity
+from syncprims._system.places import list_common_places
 from syncprims._world.scratch import LOCK
 from syncprims.errors import BackendUnavailable, parse_ranks
 from syncprims.interface import Label, Settings, State, Status, WaitView
@@ -423,8 +423,8 @@ def _bases(settings: Settings) -> list[Path]:
     """Return where runs of this host may meet, as far as is known without their processes."""
     found = [private_dir.base_path(settings)]
     with contextlib.suppress(OSError):
-        for parent in {"/dev/shm", tempfile.gettempdir()}:
-            for path in Path(parent).glob("syncprims-*"):
+        for parent in list_common_places():
+            for path in parent.glob("syncprims-*"):
                 found += _inside(path)
         found += Path("/run/user").glob("*/syncprims")
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only place for scratch directories."""
     path = tmp_path / "place"
     path.mkdir()
-    monkeypatch.setattr(scratch, "_MEMORY", "/nowhere")
-    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    monkeypatch.setattr(scratch, "list_common_places", lambda: [Path("/nowhere"), path])
     scratch._remove_dead.cache_clear()
     return path
 

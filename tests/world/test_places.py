@@ -1,0 +1,117 @@
+"""On every kind of machine it works, or the advice of the error does, carried out to the letter."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import soak
+from support.intruders import needs_root
+from support.rank_environment import clean_environ
+
+pytestmark = [
+    needs_root,
+    pytest.mark.skipif(sys.platform != "linux" or not shutil.which("setpriv"), reason="Linux only"),
+]
+USER = 54321
+#: Begins with mounts of its own; the user finds Python and the library, wherever they are.
+BEGIN = """set -e
+mount --make-rprivate /
+mount -t tmpfs -o mode=755,uid=$USER none /mnt
+for place in /var/tmp /usr/tmp; do [ ! -d $place ] || mount -t tmpfs -o ro none $place; done
+cd /proc
+"""
+SHM = {
+    **{mode: f"mount -t tmpfs -o mode={mode} none /dev/shm\n" for mode in ("1777", "777", "2777")},
+    "755": "mount -t tmpfs -o mode=755 none /dev/shm\n",
+    "absent": """mount --bind /dev /media; mount -t tmpfs -o mode=755 none /dev
+for n in null zero random urandom; do touch /dev/$n; mount --bind /media/$n /dev/$n; done
+ln -s /proc/self/fd /dev/fd\n""",
+    "full": """mount -t tmpfs -o mode=1777,size=64k none /dev/shm
+dd if=/dev/zero of=/dev/shm/full bs=1k 2>/dev/null || true\n""",
+}
+TMP = {mode: f"mount -t tmpfs -o {mode} none /tmp\n" for mode in ("mode=1777", "mode=777", "ro")}
+AS_USER = (
+    "setpriv --reuid=$USER --regid=$USER --clear-groups "
+    "--inh-caps=-all,+dac_read_search --ambient-caps=-all,+dac_read_search "
+)
+RANK = "import os, syncprims as sp; assert sp.all_gather('x' * 9999)[1]; "
+START = {
+    "run": "from syncprims.cli import main; sys.exit(main(['run', '-n', '2', '/mnt/rank.py']))",
+    "world": (
+        "from syncprims.testing import run_world\n"
+        "def rank(): return len(sp.all_gather('x' * 9999))\n"
+        "run_world(rank, 2, kind='processes')"
+    ),
+    "by hand": (
+        "os.environ |= {'SYNCPRIMS_BACKEND': 'file', 'SYNCPRIMS_RUN_ID': 'x',"
+        " 'SYNCPRIMS_JOIN_TIMEOUT': '60', 'WORLD_SIZE': '2', 'RANK': '1', 'LOCAL_RANK': '1',"
+        " 'LOCAL_WORLD_SIZE': '2'}\n"
+        "if pid := os.fork(): os.environ |= {'RANK': '0', 'LOCAL_RANK': '0'}\n"
+        "sp.all_gather('x' * 9999)\n"
+        "if pid: sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    ),
+}
+
+
+def start(user: bool, mounts: str, how: str, before: str = "", space: str = "-m") -> str:
+    """Start ranks in this way, after these mounts and commands; return what is said, or nothing."""
+    program = f"import os, sys; import syncprims as sp\n{START[how]}\n"
+    environ = {k: v for k, v in clean_environ().items() if k not in ("TMPDIR", "XDG_RUNTIME_DIR")}
+    script = (
+        f"{BEGIN}echo \"import syncprims as sp; sp.barrier()\" > /mnt/rank.py\n{mounts}"
+        f'exec {AS_USER * user}sh -c \'{before}\nexec "$0" -c "$PROGRAM"\' "$PYTHON"'
+    )  # fmt: skip
+    done = subprocess.run(
+        ["unshare", *space.split(), "sh", "-c", script],
+        env={
+            **environ, "HOME": "/mnt", "USER": str(USER if user else 0), "PYTHON": sys.executable,
+            "PROGRAM": program,
+        },
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    if done.returncode == 0:
+        return ""
+    assert done.returncode == (2 if how == "run" else 1), said
+    assert said
+    return said
+
+
+def advice(said: str) -> list[str]:
+    """Return the commands that carry out what the error advises, each of them alone."""
+    [error] = re.findall(r"^.*(?:cannot be used|cannot hold|there is no place).*$", said, re.M)[-1:]
+    found = re.findall(r"`([^`]+)`", error)
+    if "set SYNCPRIMS_DIR" in error:
+        found.append("export SYNCPRIMS_DIR=/mnt/new/meet")
+    return found
+
+
+@pytest.mark.parametrize("how", [soak("run"), "world", "by hand"])
+@pytest.mark.parametrize("user", [False, soak(True)], ids=["root", "user"])
+@pytest.mark.parametrize("tmp", [soak("mode=1777"), "mode=777", soak("ro")])
+@pytest.mark.parametrize("shm", ["777", *map(soak, SHM.keys() - {"777"})])
+def test_places(shm: str, tmp: str, user: bool, how: str) -> None:
+    said = start(user, SHM[shm] + TMP[tmp], how)
+    works = shm == "1777" or tmp == "mode=1777" or (shm == "755" and not user)
+    if shm == "full" and how == "by hand":
+        works = False  # the ranks agree on a place whatever is free there
+    assert works == (not said), said
+    if said:
+        found = advice(said)
+        assert found, said
+        for command in found:
+            assert not start(user, SHM[shm] + TMP[tmp], how, command), command
+
+
+@pytest.mark.parametrize("tmp", ["mode=1777", soak("ro")])
+@pytest.mark.parametrize("user", [True, soak(False)], ids=["user", "root"])
+def test_volumes_of_a_pod(user: bool, tmp: str) -> None:
+    """The mounts of docs/how-to/kubernetes.md, in a container with one user, and with a root."""
+    for how in START:
+        said = start(user, SHM["2777"] + TMP[tmp], how, space="-mpi --fork --mount-proc")
+        assert not said or (tmp == "ro" and not user), said
+        assert not said or not start(user, SHM["2777"] + TMP[tmp], how, advice(said)[0])
