@@ -367,4 +367,9 @@ def _why_not(path: Path, error: OSError) -> str:
         kind = "a link" if path.is_symlink() else "not a directory"
         return f"{path} cannot be used as a meeting place: it is {kind}; remove it, or {_CURE}"
     reason = error.strerror or type(error).__name__
+    if isinstance(error, PermissionError):
+        with contextlib.suppress(OSError):  # it is not there, or cannot be seen
+            if (owner := path.lstat().st_uid) != os.geteuid():
+                what = f"user {owner} owns it, and lets user {os.geteuid()} not in"
+                return f"{path} cannot be used as a meeting place: {what}; {_CURE}"
     return f"{path} cannot be used as a meeting place: {reason}; make it writable, or {_CURE}"

@@ -55,6 +55,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ANSWERED = (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 #: Errors of a process that cannot be started since there are too many, of processes or of files.
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+_CURE = "start fewer ranks, or raise the limit: ulimit -n (files), ulimit -u (processes)"
 _LONGEST_LINE = 400  # characters of a cause in a line
 _TRACEBACK = re.compile(r"( *[|+] .*)?Traceback \(most recent call last\):")
 _TAIL = 30  # lines of a failed rank's stderr to show again
@@ -124,7 +125,10 @@ def _guard(scratch: Path) -> Generator[_Guard]:
     launcher = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        raise ConfigurationError(f"no process can be started: {error.strerror}; {_CURE}") from error
     if not pid:
         try:
             os.close(writer)
@@ -348,7 +352,10 @@ class _Launcher:
             while len(self._ranks) < self._plan.ranks and not self._received:
                 sources += self._start(len(self._ranks), folder, guard)
             # In the first thread: from now on no process is forked.
-            self._output.forward(sources)
+            try:
+                self._output.forward(sources)
+            except RuntimeError as error:
+                raise ConfigurationError(f"the launcher {error}; {_CURE}") from error
             self._watch(folder, guard)
         finally:
             # Ended ranks are still zombies, so this kills what they started, and nothing else.
@@ -384,8 +391,7 @@ class _Launcher:
             if error.errno not in _LIMITS:
                 raise
             what = f"rank {rank} of {self._plan.ranks} cannot be started: {error.strerror}"
-            cure = "start fewer ranks, or raise the limit: ulimit -n (files), ulimit -u (processes)"
-            raise ConfigurationError(f"{what}; {cure}") from error
+            raise ConfigurationError(f"{what}; {_CURE}") from error
         guard.send(f"{process.pid} ")
         started = _RankProcess(rank, process, report, late=late)
         self._ranks.append(started)

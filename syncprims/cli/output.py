@@ -59,7 +59,8 @@ class Source:
             try:
                 self.log.write(chunk)
             except OSError as error:
-                self.sink.error = self.sink.error or error
+                why = f"{error.strerror}, in {self.log.name}"
+                self.sink.error = self.sink.error or OSError(error.errno, why)
 
     def end(self) -> None:
         """Show all that is left: nothing more comes."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from support.intruders import needs_root
 from support.launches import Launches, await_condition, command, find_processes
 from support.rank_environment import PATIENCE
 from support.rank_worlds import CLOSING, CROWDED, skip_unless_crowded
@@ -212,6 +213,31 @@ def test_a_last_word_that_cannot_be_written_changes_no_exit_code(
                 line, env=launches.environ, stdout=streams[0], stderr=streams[1], check=False
             )
             assert done.returncode == code
+
+
+def test_a_log_on_a_full_disk_is_named(launches: Launches, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
+    done = launches.run("print('said')", f"--log-dir={tmp_path / 'logs'}", n=1)
+    assert (done.code, done.out) == (1, "[rank 0] said\n")
+    assert done.err.endswith(f"No space left on device, in {tmp_path}/logs/rank-0.log\n")
+
+
+@needs_root
+@pytest.mark.parametrize("most", [1, 2, 3], ids=["guard", "rank", "thread"])
+def test_a_limit_of_processes_is_told_wherever_it_is_met(launches: Launches, most: int) -> None:
+    """As a user who has no other process; the rank itself would be the last one of them."""
+    launches.write("print('started')\n")
+    launches.script.chmod(0o644)
+    caps = "-all,+dac_read_search"  # to find Python, wherever it is
+    user = ["setpriv", "--reuid=54322", "--clear-groups", f"--inh-caps={caps}"]
+    limited = f"resource.setrlimit(resource.RLIMIT_NPROC, ({most},) * 2)"
+    begin = f"import os, resource, sys; {limited}; os.execv(sys.argv[1], sys.argv[1:])"
+    line = [sys.executable, "-c", begin, *command("-n", "1", str(launches.script))]
+    done = call(launches, [*user, f"--ambient-caps={caps}", *line])
+    assert done.returncode == 2, done.stderr
+    assert b"started" not in done.stdout
+    assert b"raise the limit: ulimit -n (files), ulimit -u (processes)" in done.stderr
 
 
 @pytest.mark.parametrize("closed", [[1], [2], [0, 1, 2]], ids=str)
