@@ -81,10 +81,8 @@ class Net(nn.Module):
     def __init__(self, memory_format: Any = NHWC) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.conv: Any = nn.Conv2d(3, 6, 3)
-        self.rare: Any = nn.Conv2d(3, 6, 3)
-        for layer in (self.conv, self.rare):
-            layer.to(memory_format=memory_format)
+        branches: list[Any] = [nn.Conv2d(3, 6, 3), nn.Conv2d(3, 6, 3)]
+        self.conv, self.rare = [one.to(memory_format=memory_format) for one in branches]
         self.volume = nn.Conv3d(1, 2, 2)
         if memory_format is NHWC:
             self.volume.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
