@@ -82,18 +82,21 @@ class MainFirst:
         _deliver_output(rounds)
         if among_first is not None:
             among_first.meet(Note(label), self._timeout)
-        for kept in ((rounds, Note(label), self._timeout), *self._kept):
-            if (outer := _waited_for_by(kept[0])) is not None:
-                outer._kept.append(kept)
-            else:
-                _meet(*kept)
+        *earlier, last = (rounds, Note(label), self._timeout), *self._kept
+        for kept in earlier:
+            _post_or_keep(*kept)
+        _post_or_keep(*last)  # not in a loop, where a handler could raise after the last round
 
 
 #: The blocks that this code runs in as their first rank, the innermost last.
 _leading: ContextVar[tuple[MainFirst, ...]] = ContextVar("syncprims_main_first", default=())
 
 
-def _meet(rounds: Rounds, note: Note, timeout: float) -> None:
+def _post_or_keep(rounds: Rounds, note: Note, timeout: float) -> None:
+    """Meet the others, or leave that to the block that they wait in."""
+    if (outer := _waited_for_by(rounds)) is not None:
+        outer._kept.append((rounds, note, timeout))
+        return
     try:
         rounds.meet(note, timeout)
     except PeerFailed as failed:

@@ -432,10 +432,11 @@ def _bases(settings: Settings) -> list[Path]:
 
 def _inside(path: Path) -> list[Path]:
     """Return where runs may meet if `path` is a launch's scratch directory, with those inside."""
-    with contextlib.suppress(OSError):  # it may end at this moment
-        launches = path.glob("[0-9]*/syncprims-run-*/[0-9]*/board")
-        return [path, path / "board", *path.glob("[0-9]*/board"), *launches]
-    return []
+    found = [path, path / "board"]
+    with contextlib.suppress(OSError):  # it may end at this moment, or be another user's
+        found += path.glob("[0-9]*/board")
+        found += path.glob("[0-9]*/syncprims-run-*/[0-9]*/board")
+    return found
 
 
 def launcher_of(path: str) -> int | None:

@@ -193,7 +193,8 @@ def test_ended_it_is_old_or_new(name: str, over: bool, stride: int, tmp_path: Pa
 PACKAGE = ROOT / "syncprims" / "training" / "checkpoints"
 #: What reads and writes no file.
 HARMLESS = {
-    "fspath", "path", "PathLike", "curdir", "pardir", "cpu_count", "stat_result", "SEEK_SET",
+    "fspath", "fsencode", "path", "PathLike", "curdir", "pardir", "cpu_count", "stat_result",
+    "SEEK_SET",
 }  # fmt: skip
 
 
