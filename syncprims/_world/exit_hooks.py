@@ -4,17 +4,23 @@ An uncaught exception passes the excepthook, a normal end atexit, and a fork the
 Children of multiprocessing are special: they catch what they raise, and skip both. Up to Python
 3.12 they run finalizers while the exception is still on its way; from 3.13 on they run them after
 they have printed it, so the printing is watched instead.
+
+Before atexit, Python joins the threads, for as long as they take. Nothing is left by then of a
+``sys.exit(3)``, so the function notes its status. The program failed by it if its outermost frame
+did not return.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
 from syncprims._protocol.call_site import users_part
 from syncprims.errors import TORN, Failure, SyncError
@@ -39,6 +45,13 @@ def _at_a_prompt() -> bool:
     return any(frame.f_globals.get("__name__") == "code" for frame, _ in stack)
 
 
+def _outermost_frame() -> FrameType:
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 class ExitHooks:
     """Calls `on_end` with the exception (or None) that ends the process, `on_fork` in children."""
 
@@ -49,6 +62,10 @@ class ExitHooks:
         self._on_fork = on_fork
         self._hook: Callable[..., Any] | None = None  # our excepthook
         self._before = sys.excepthook  # the one that was there before
+        self._exit_hook: Callable[..., NoReturn] | None = None  # our sys.exit
+        self._exit_before = sys.exit
+        self._exit_call: tuple[Any, FrameType] | None = None  # its status, and the program's frame
+        self._watches_threads = False
         self._last_value: BaseException | None = None  # what Python kept before
         self._watches_forks = False
         self._brief = False
@@ -68,6 +85,8 @@ class ExitHooks:
         self._before = sys.excepthook
         self._hook = sys.excepthook = functools.partial(self._uncaught, sys.excepthook)
         self._last_value = getattr(sys, "last_value", None)
+        self._exit_before = sys.exit
+        self._exit_hook = sys.exit = functools.partial(self._note_exit, sys.exit)
         if self._process != os.getpid():
             self._process = os.getpid()
             atexit.register(self._exit)
@@ -83,10 +102,12 @@ class ExitHooks:
                 os.register_at_fork(after_in_child=self._on_fork)
 
     def remove(self) -> None:
-        """Restore the excepthook that was there before, unless another has replaced ours."""
+        """Restore the hooks that were there before, unless others have replaced ours."""
         if sys.excepthook is self._hook:
             sys.excepthook = self._before
-        self._hook = None
+        if sys.exit is self._exit_hook:
+            sys.exit = self._exit_before
+        self._hook = self._exit_hook = self._exit_call = None
 
     def _uncaught(
         self,
@@ -106,6 +127,31 @@ class ExitHooks:
                 print(failure.headline, file=sys.stderr)  # noqa: T201
             else:
                 show(kind, error, trace)
+
+    def _note_exit(self, exit_: Callable[[Any], NoReturn], status: Any = None, /) -> NoReturn:
+        if self._exit_hook is not None and threading.current_thread() is threading.main_thread():
+            self._exit_call = status, _outermost_frame()
+            if not self._watches_threads:
+                # As late as possible: the last one runs first, and those of executors wait.
+                self._watches_threads = True
+                with contextlib.suppress(RuntimeError, AttributeError):  # Python is ending already
+                    threading._register_atexit(self._before_threads)  # type: ignore[attr-defined]
+        exit_(status)
+
+    def _before_threads(self) -> None:
+        """Tell a failing ``sys.exit`` of the main thread if other threads still run."""
+        others = [one for one in threading.enumerate() if not one.daemon]
+        if self._exit_call is None or len(others) < 2:
+            return
+        status, frame = self._exit_call
+        if frame is _outermost_frame():
+            return  # a child of multiprocessing: it has told its end
+        import opcode
+
+        last = opcode.opname[frame.f_code.co_code[frame.f_lasti]]
+        error = reason(SystemExit(status))
+        if error is not None and not last.startswith("RETURN"):
+            self._on_end(error)
 
     def _exit(self) -> None:
         error = sys.exc_info()[1]

@@ -490,6 +490,8 @@ def _start_once(state: _State, backend: str | None, settings: Settings) -> World
             join_world(world)
         _take_topology(state, world)
         state.in_vain = ""
+        if settings.error_file is not None:  # the failure of an earlier world is over
+            report_failure(settings.error_file, topology.rank, None)
         _check_process_group(state)
     except BaseException as error:
         # It never ran, and `init` may try again. But where ranks may have met already, a mere call

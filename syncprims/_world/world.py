@@ -540,8 +540,8 @@ def abandon_world(world: World) -> None:
     world._backend.abandon()
 
 
-def report_failure(path: str, rank: int, error: BaseException) -> None:
-    """Write why `rank` has failed where the launcher looks; the world has ended before."""
+def report_failure(path: str, rank: int, error: BaseException | None) -> None:
+    """Write why `rank` has failed where the launcher looks; None removes an earlier reason."""
     _report_end(path, _encode(rank, error))
 
 

@@ -190,8 +190,9 @@ class _RankProcess:
         self.process = process
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL)
         self.status: int | None = None  #: as `os.waitstatus_to_exitcode`, once it has ended
-        self.stopped = False  #: by us
+        self.stopped = False  #: by us, unless it had reported a failure of its own
         self._report = report
+        self._told = False
 
     def look(self) -> bool:
         """Return whether the process has ended since the last call.
@@ -204,16 +205,25 @@ class _RankProcess:
         if end is None:
             return False
         self.status = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        if self._told and self.status < 0:  # as Python would have ended without that thread
+            code = self.failure.message if self.failure and self.kind == "SystemExit" else ""
+            self.status = int(code) & 255 if code.isdecimal() else 1
         return True
+
+    def stop(self, signum: int) -> None:
+        """Signal a rank to end; one that has failed, and only waits for its threads, is a cause."""
+        self._told = self._told or (not self.stopped and bool(self.failure) and not self.follows)
+        self.stopped = not self._told
+        self.send(signum)
 
     def send(self, signum: int) -> None:
         """Signal the rank and the children it started, which share its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signum)
 
-    @functools.cached_property
+    @property
     def failure(self) -> Failure | None:
-        """What the ended rank has reported, if anything."""
+        """What the rank has reported, if anything."""
         try:
             return next(iter(errors.load(self._report.read_bytes()).failures.values()), None)
         except (OSError, ValueError):
@@ -497,8 +507,7 @@ class _Launcher:
 
     def _stop(self, running: list[_RankProcess], signum: int) -> None:
         for rank in running:
-            rank.stopped = True
-            rank.send(signum)
+            rank.stop(signum)
 
     def _report(self) -> int:
         """Report which ranks failed, and why; return the exit code of the root cause."""

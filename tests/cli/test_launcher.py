@@ -122,6 +122,54 @@ def test_every_ending_has_its_code(launches: Launches, source: str, code: int, h
 
 
 @pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ("raise ValueError('bad shard')", 1, "ValueError: bad shard"),
+        ("sys.exit(3)", 3, "SystemExit: 3"),
+    ],
+)
+def test_the_headline_is_of_the_rank_whose_thread_runs_on(
+    launches: Launches, ending: str, code: int, words: str
+) -> None:
+    done = launches.run(
+        f"""
+        import threading
+        init()
+        if get_rank() == 1:
+            threading.Thread(target=threading.Event().wait).start()  # until the launcher ends it
+            {ending}
+        barrier()
+        """
+    )
+    assert done.code == code
+    report = done.err[done.err.index("syncprims run:") :]
+    assert report.startswith(f"syncprims run: rank 1 failed first (exit code {code}): {words}")
+    assert "ranks 0, 2: PeerFailed because of rank 1\n" in done.err
+
+
+def test_a_rank_that_is_ended_is_not_blamed_for_an_earlier_world(launches: Launches) -> None:
+    done = launches.run(
+        """
+        try:
+            with init():
+                if get_rank() == 0:
+                    raise ValueError("handled")
+                barrier()
+        except (ValueError, PeerFailed):
+            pass
+        init()
+        barrier("all are here")
+        if get_rank() == 1:
+            raise RuntimeError("the real cause")
+        signal.pause()  # until the launcher ends it
+        """
+    )
+    report = done.err[done.err.index("syncprims run:") :]
+    assert report.startswith("syncprims run: rank 1 failed first (exit code 1): RuntimeError: the")
+    assert "handled" not in done.err
+
+
+@pytest.mark.parametrize(
     ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_signals_end_all_and_restart_none(launches: Launches, signum: int, code: int) -> None:

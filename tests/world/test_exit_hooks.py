@@ -91,6 +91,54 @@ def test_a_nonzero_exit_is_named_where_seats_and_ranks_differ(meeting_place: Pat
     assert [outcomes[rank] for rank in (0, 1, 3)] == ["SystemExit: 3"] * 3
 
 
+#: How a main thread ends while another thread waits for the file that rank 0 makes.
+BESIDE_A_THREAD = {
+    "an exception": ("raise ValueError('bad shard')", "PeerFailed", "ValueError: bad shard"),
+    "an exit code": ("sys.exit(3)", "PeerFailed", "SystemExit: 3"),
+    "an exit code beside an executor": ("sys.exit(3)", "PeerFailed", "SystemExit: 3"),
+    "an exit message": ("sys.exit('no config')", "PeerFailed", "SystemExit: no config"),
+    "past a finally": ("try: sys.exit(3)\n    finally: print()", "PeerFailed", "SystemExit: 3"),
+    "a caught exit": ("with contextlib.suppress(SystemExit): sys.exit(3)", "", "together"),
+    "exit code 0": ("sys.exit(0)", "", "together"),
+}
+
+
+@pytest.mark.parametrize("how", BESIDE_A_THREAD)
+def test_a_failure_is_told_while_a_thread_runs_on(scripts: Scripts, how: str) -> None:
+    """The thread makes the call in place of the main thread where that has not failed."""
+    ending, error, words = BESIDE_A_THREAD[how]
+    start = "threading.Thread(target=work).start()"
+    if "executor" in how:
+        start = "concurrent.futures.ThreadPoolExecutor().submit(work)"
+    ended = scripts.run(
+        f"""
+import contextlib, threading
+init()
+def work():
+    while not os.path.exists("go"):
+        time.sleep(0.001)
+    if not {error!r}:
+        barrier("load")
+if rank == 1:
+    import concurrent.futures
+    {start}
+    {ending}
+else:
+    if not {error!r}:
+        open("go", "w").close()
+    try:
+        barrier("load", timeout={PATIENCE})
+        print("together")
+    except SyncError as error:
+        print(type(error).__name__, error)
+    open("go", "w").close()
+"""
+    )
+    for rank in (0, 2):
+        assert ended[rank].out.startswith(error or "together"), ended[rank].err
+        assert words in ended[rank].out
+
+
 def test_waiting_can_be_interrupted(scripts: Scripts) -> None:
     processes = scripts.start(
         """
