@@ -217,7 +217,8 @@ class Status(NamedTuple):
     rounds: int = 0  #: how many notes it has posted here
     label: Label | None = None  #: of its last note here
     state: State = "unknown"  #: unknown: it never joined, or the backend cannot know
-    detail: str = ""  #: how it ended, where known: ``killed by SIGKILL``, ``exit code 3``
+    #: How it ended, where known: ``killed by SIGKILL``, ``exit code 3``. What it does, if alive.
+    detail: str = ""
     failure: bytes = b""  #: the error of the member, if it failed
 
 
@@ -580,6 +581,9 @@ class Backend(ABC):
     def published(self, rank: int) -> bytes:
         """Return the latest word that `rank` published; empty if there is none."""
         return b""
+
+    def publish_activity(self, text: str) -> None:  # noqa: B027 - optional
+        """Publish what this rank does outside of calls: the `detail` of its status."""
 
     def abandon(self) -> None:  # noqa: B027 - optional
         """Release everything, unnoticed by others: this process is a forked child, not a rank."""

@@ -31,7 +31,7 @@ from .description import FILE as DESCRIPTION
 from .description import OF_BOARD, BoardDescription, WorldDescription, describe
 from .early_ends import EarlyEnd, RankRecord, read_records, record_rank, remove_records
 from .filesystems import refuse_remote, refuse_useless_locks
-from .liveness import PUBLISHED, Liveness, joined, world_size_of
+from .liveness import ACTIVITY, PUBLISHED, Liveness, joined, world_size_of
 from .private_dir import PrivateDirectory, base_path, cure_for
 from .slots import FileSlots
 
@@ -194,6 +194,10 @@ class FileBackend(Backend):
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`."""
         return self.liveness.read(self.file_slots.members[rank], PUBLISHED)
+
+    def publish_activity(self, text: str) -> None:
+        """Make `text` a part of this rank's status."""
+        self.liveness.write(ACTIVITY, text.encode(errors="replace"))
 
     def begin_epoch(
         self, epoch: int, topology: Topology, description: WorldDescription | None = None

@@ -43,7 +43,9 @@ MAGIC = b"syncprims liveness 5"
 _HEADER_SIZE = 4096
 _ENTRY = struct.Struct("<BxxxIQQ")  # state, pid, start, pid namespace
 #: What a rank publishes in its slot, beside its state: where it begins, and how long it may be.
+#: `CALL` is that of `reform`.
 PUBLISHED, _FAILURE, CALL = (64, 4096 - 64), (4096, 48 * 1024), (52 * 1024, 256)
+ACTIVITY = (53 * 1024, 512)
 _SLOT_SIZE = 56 * 1024
 _TAKEN_AT = 64  # in the header: how many slots processes have taken that joined later
 _SPARE = 64  # slots for them
@@ -101,7 +103,7 @@ class Liveness:
     # -- this rank's slot -----------------------------------------------------------------------
 
     def write(self, what: tuple[int, int], text: bytes) -> None:
-        """Publish :data:`PUBLISHED` words, or the :data:`CALL` of `reform`; empty if too long."""
+        """Publish :data:`PUBLISHED` words, :data:`CALL` or :data:`ACTIVITY`; empty if too long."""
         at, size = what
         fits = len(text) <= size - RECORD_HEAD
         write_record(self._memory, _slot(self.slot) + at, text if fits else b"")
@@ -206,7 +208,7 @@ class Liveness:
             if watch is not None and not watch.has_ended():
                 return "lost", "its process runs another program now", b""
             return "lost", describe_exit(status), b""
-        return "alive", "", b""
+        return "alive", self.read(slot, ACTIVITY).decode(), b""
 
     def _examine_finished(
         self, slot: int, watch: ProcessWatch | None, ended: bool
@@ -293,7 +295,9 @@ def examine_from_outside(
         failure = read_record(os.pread(fd, size, at + begin), 0, size)
         return identity, "failed", "", failure or b""
     if after == _ALIVE and not gone:
-        return identity, "alive", "", b""
+        begin, size = ACTIVITY
+        doing = read_record(os.pread(fd, size, at + begin), 0, size) or b""
+        return identity, "alive", doing.decode(), b""
     watch = ProcessWatch(identity)
     try:
         status = watch.exit_status()

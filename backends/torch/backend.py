@@ -321,6 +321,10 @@ class TorchBackend(Backend):
             key = self._key("word", self.topology.rank)
             self._connection.requests.submit(lambda store: store.set(key, word))
 
+    def publish_activity(self, text: str) -> None:
+        """Make `text` a part of this rank's status on this host."""
+        self._local.publish_activity(text)
+
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`; that of another host may be a second old."""
         connection = self._connection

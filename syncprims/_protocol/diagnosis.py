@@ -166,7 +166,11 @@ class Snapshot:
 
     def last_seen(self, rank: int) -> str:
         """Return where a member was seen last, as messages show it."""
-        label, state = self._seen[rank].label, self._seen[rank].state
+        status = self._seen[rank]
+        doing = f"; {status.detail}" if status.state == "alive" and status.detail else ""
+        return self._last_call(rank, status.label, status.state) + doing
+
+    def _last_call(self, rank: int, label: Label | None, state: str) -> str:
         if label is not None and label.kind == "init":
             return f"rank {rank} has made no call since it joined"
         if label is not None:

@@ -53,12 +53,19 @@ def _outermost_frame() -> FrameType:
 
 
 class ExitHooks:
-    """Calls `on_end` with the exception (or None) that ends the process, `on_fork` in children."""
+    """Calls `on_end` with the exception (or None) that ends the process, `on_fork` in children.
+
+    It calls `on_threads` with the name of a thread if the main thread ends well, and that runs on.
+    """
 
     def __init__(
-        self, on_end: Callable[[BaseException | None], None], on_fork: Callable[[], None]
+        self,
+        on_end: Callable[[BaseException | None], None],
+        on_fork: Callable[[], None],
+        on_threads: Callable[[str], None],
     ) -> None:
         self._on_end = on_end
+        self._on_threads = on_threads
         self._on_fork = on_fork
         self._hook: Callable[..., Any] | None = None  # our excepthook
         self._before = sys.excepthook  # the one that was there before
@@ -90,6 +97,7 @@ class ExitHooks:
         if self._process != os.getpid():
             self._process = os.getpid()
             atexit.register(self._exit)
+            self._watch_threads()
             process = sys.modules.get("multiprocessing.process")
             if process is not None and process.parent_process() is not None:
                 self._watch_child_of_multiprocessing()
@@ -132,26 +140,34 @@ class ExitHooks:
         if self._exit_hook is not None and threading.current_thread() is threading.main_thread():
             self._exit_call = status, _outermost_frame()
             if not self._watches_threads:
-                # As late as possible: the last one runs first, and those of executors wait.
+                # Again: the last one runs first, and those of executors wait.
                 self._watches_threads = True
-                with contextlib.suppress(RuntimeError, AttributeError):  # Python is ending already
-                    threading._register_atexit(self._before_threads)  # type: ignore[attr-defined]
+                self._watch_threads()
         exit_(status)
 
+    def _watch_threads(self) -> None:
+        with contextlib.suppress(RuntimeError, AttributeError):  # Python is ending already
+            threading._register_atexit(self._before_threads)  # type: ignore[attr-defined]
+
     def _before_threads(self) -> None:
-        """Tell a failing ``sys.exit`` of the main thread if other threads still run."""
-        others = [one for one in threading.enumerate() if not one.daemon]
-        if self._exit_call is None or len(others) < 2:
+        """Tell a failing ``sys.exit`` of the main thread, or its end, if others still run."""
+        main = threading.main_thread()
+        others = [one.name for one in threading.enumerate() if one is not main and not one.daemon]
+        if not others:
             return
-        status, frame = self._exit_call
-        if frame is _outermost_frame():
-            return  # a child of multiprocessing: it has told its end
+        if (error := self._exit_error()) is not None:
+            self._on_end(error)
+        else:
+            self._on_threads(others[0])
+
+    def _exit_error(self) -> BaseException | None:
+        status, frame = self._exit_call or (None, None)
+        if frame is None or frame is _outermost_frame():
+            return None  # no sys.exit, or a child of multiprocessing, which has told its end
         import opcode
 
         last = opcode.opname[frame.f_code.co_code[frame.f_lasti]]
-        error = reason(SystemExit(status))
-        if error is not None and not last.startswith("RETURN"):
-            self._on_end(error)
+        return None if last.startswith("RETURN") else reason(SystemExit(status))
 
     def _exit(self) -> None:
         error = sys.exc_info()[1]

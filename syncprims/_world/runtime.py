@@ -39,6 +39,7 @@ from .world import (
     close_world,
     join_world,
     leave_world,
+    publish_activity,
     report_failure,
     report_to_torchrun,
     set_world_timeout,
@@ -653,7 +654,13 @@ def _end_process(error: BaseException | None) -> None:
     _end(_state, error)
 
 
-_exit_hooks = ExitHooks(_end_process, _on_fork)
+def _outlive_main_thread(thread: str) -> None:
+    """Let the others say why this rank makes no call any more, unless `thread` makes one."""
+    if world := _state.running:
+        publish_activity(world, f"its main thread has ended; thread {thread[:200]!r} still runs")
+
+
+_exit_hooks = ExitHooks(_end_process, _on_fork, _outlive_main_thread)
 
 
 def _record_early_end(process: int) -> None:

@@ -533,6 +533,11 @@ def leave_world(world: World, error: BaseException | None) -> None:
     world._backend.close(failure)
 
 
+def publish_activity(world: World, text: str) -> None:
+    """Make `text` what others say about this rank while it is in no call."""
+    world._backend.publish_activity(text)
+
+
 def abandon_world(world: World) -> None:
     """Release the backend without notifying the others, in a forked child."""
     if world._recorder is not None:

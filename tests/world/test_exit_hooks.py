@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -137,6 +138,38 @@ else:
     for rank in (0, 2):
         assert ended[rank].out.startswith(error or "together"), ended[rank].err
         assert words in ended[rank].out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_main_thread_that_has_ended_is_named(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        import logging, threading, syncprims.who
+        init()
+        class Handler(logging.Handler):
+            def emit(self, record):
+                if "main thread" in record.getMessage():
+                    print(record.getMessage(), flush=True)
+                    report = syncprims.who.who(os.environ["SYNCPRIMS_RUN_ID"], stuck_after=0)[0]
+                    print("who:", *report.verdict.text.splitlines())
+                    open("go", "w").close()
+        logging.getLogger("syncprims").addHandler(Handler())
+        def work():
+            while not os.path.exists("go"):
+                time.sleep(0.001)
+            barrier("load")
+        if rank == 1:
+            threading.Thread(target=work, name="uploader").start()
+            raise SystemExit(0)
+        barrier("load")
+        """,
+        SYNCPRIMS_WARN_AFTER="0.1",
+    )
+    assert [one.code for one in ended] == [0, 0, 0], [one.err for one in ended]
+    told = (ended[0].out + ended[2].out).splitlines()
+    told = [line for line in told if "its main thread has ended; thread 'uploader' still" in line]
+    assert any(line.startswith("still waiting for ranks [1]") for line in told)
+    assert any(line.startswith("who: ") for line in told), ended
 
 
 def test_waiting_can_be_interrupted(scripts: Scripts) -> None:
