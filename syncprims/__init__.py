@@ -50,6 +50,7 @@ from syncprims.errors import (
     PeerFailed,
     PeerLost,
     RankMismatch,
+    SharedMemoryError,
     SyncError,
     SyncTimeout,
     SyncWarning,
@@ -68,7 +69,8 @@ __all__ = [  # noqa: RUF022 - in the order of the reference
     "Trigger", "set_trigger", "check_trigger", "print_main", "progress", "get_logger",
     "SyncError", "Failure", "ConfigurationError", "BackendUnavailable", "CollectiveMismatch",
     "RankMismatch", "SyncTimeout", "PeerLost", "PeerFailed", "Evicted", "EncodingError",
-    "WorldClosed", "ForkedProcess", "ConcurrentCall", "CheckpointError", "SyncWarning",
+    "WorldClosed", "ForkedProcess", "ConcurrentCall", "CheckpointError", "SharedMemoryError",
+    "SyncWarning",
 ]  # fmt: skip
 
 __version__: str  #: the installed release

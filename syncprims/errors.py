@@ -240,6 +240,13 @@ class CheckpointError(SyncError, OSError):
         return {**super().facts(), "path": self.filename, "errno": self.errno}
 
 
+class SharedMemoryError(SyncError, OSError):
+    """The system refused this rank a file in which ranks of one host meet: no space, for example.
+
+    Its :attr:`errno` is that of the system, on the rank that met it.
+    """
+
+
 #: Errors after which ranks are no longer in step: such an error is a consequence, not a cause.
 TORN = (CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed)
 

@@ -160,7 +160,7 @@ class FileBackend(Backend):
         """Hold the run's lock: meanwhile no other rank creates a file in this world's directory."""
         directory = self.liveness.directory
         if directory.is_removed:
-            raise BackendUnavailable(str(directory.removed("opening a group").strerror))
+            raise BackendUnavailable(str(directory.removed("opening a group")))
         with self._explained_os_errors(), _locked(self._base, self._run_path.name):
             yield directory
 

@@ -156,7 +156,7 @@ class SharedMemoryBoard(Board):
     def _spill(self, number: int, content: bytes) -> None:
         """Write the content of this rank's note for round `number` into a file of its own.
 
-        :raises OSError: if the disk is full; then nothing is left of the file.
+        :raises SharedMemoryError: if the disk is full; then nothing is left of the file.
         """
         directory, name = self._liveness.directory, self._spill_name(self.rank, number)
         with directory.explained(f"writing {len(content)} bytes for the other ranks", name):
@@ -171,7 +171,7 @@ class SharedMemoryBoard(Board):
     def _read_spilled(self, rank: int, number: int) -> bytes:
         """Return the content of the file that `rank` wrote for `number`.
 
-        :raises OSError: if something has removed it, or no descriptor is left.
+        :raises SharedMemoryError: if something has removed it, or no descriptor is left.
         """
         directory, name = self._liveness.directory, self._spill_name(rank, number)
         with directory.explained(f"reading what rank {rank} sends", name):

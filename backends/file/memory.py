@@ -290,7 +290,7 @@ def open_window(directory: PrivateDirectory, name: str, count: int) -> Window:
     is used, since a stopped rank could hold it. The file is unmapped when the last view of it ends.
 
     :raises ConfigurationError: if the file is something else.
-    :raises OSError: if there is no space for the smallest window.
+    :raises SharedMemoryError: if there is no space for the smallest window.
     """
     with contextlib.ExitStack() as stack:
         with directory.explained("opening the memory for arrays", name):

@@ -22,7 +22,7 @@ from syncprims._system.places import (
     is_trusted,
     list_common_places,
 )
-from syncprims.errors import ConfigurationError
+from syncprims.errors import ConfigurationError, SharedMemoryError
 from syncprims.interface import Settings
 
 _DIRECTORY = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -241,18 +241,19 @@ class PrivateDirectory:
                 raise
             if isinstance(error, FileNotFoundError):
                 raise self.removed(action, name) from error
-            text = f"{error.strerror}, {action}; {cure_for(error)}"
-            raise OSError(error.errno, text, str(self.path / name)) from error
+            text = f"{error.strerror}, {action}; {cure_for(error)}: {str(self.path / name)!r}"
+            refusal = SharedMemoryError(text)
+            refusal.errno = error.errno
+            raise refusal from error
 
-    def removed(self, action: str, name: str = "") -> FileNotFoundError:
+    def removed(self, action: str, name: str = "") -> SharedMemoryError:
         """Return the error that `action` failed because something has removed this directory."""
-        return FileNotFoundError(
-            errno.ENOENT,
+        return SharedMemoryError(
             f"something has removed {self.path / name} during the run, so {action} failed. "
             f"Programs that do this: systemd-logind at the end of the user's last session "
             f"(RemoveIPC=yes), cleaners of temporary files (systemd-tmpfiles, tmpreaper), and "
             f"epilogues of jobs. Set SYNCPRIMS_DIR to a directory that nothing removes, and "
-            f"restart the run",
+            f"restart the run"
         )
 
     def close(self) -> None:

@@ -349,8 +349,8 @@ def test_no_room_at_all_is_a_shared_failure(meeting_place: Path) -> None:
         return said, sp.all_reduce(np.ones(1_000_000))[0]
 
     first, second = Ranks(Kind("file", 2), meeting_place).run(program)
-    assert first == (["OSError: True", "OSError: True"], 2)
-    assert second == (["PeerFailed: True", "OSError: True"], 2)
+    assert first == (["SharedMemoryError: True", "SharedMemoryError: True"], 2)
+    assert second == (["PeerFailed: True", "SharedMemoryError: True"], 2)
 
 
 def test_tensors_of_every_dtype(world: Ranks) -> None:

@@ -181,7 +181,7 @@ def test_a_receiver_without_descriptors_is_a_shared_failure(meeting_place: Path)
         return type(caught.value).__name__, sp.broadcast(np.ones(1_000_000))[0]
 
     outcomes = Ranks(Kind("file", 2), meeting_place).run(program)
-    assert outcomes == [("PeerFailed", 1), ("OSError", 1)]
+    assert outcomes == [("PeerFailed", 1), ("SharedMemoryError", 1)]
 
 
 def test_a_rank_that_cannot_read_a_note_breaks_the_group(meeting_place: Path, signs: Signs) -> None:
@@ -191,12 +191,12 @@ def test_a_rank_that_cannot_read_a_note_breaks_the_group(meeting_place: Path, si
         sp.barrier("start")
         if sp.is_main():
             sp.broadcast(b"x" * 100_000)
-            with pytest.raises(sp.PeerFailed, match=r"rank 1 failed in broadcast .*: OSError"):
+            with pytest.raises(sp.PeerFailed, match=r"broadcast .*SharedMemoryError"):
                 sp.barrier("next")
             return signs.give("learned")
         os.close(free := os.dup(0))
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, free))
-        with pytest.raises(OSError, match="reading what rank 0 sends; raise the limit"):
+        with pytest.raises(sp.SharedMemoryError, match="what rank 0 sends; raise the limit"):
             sp.broadcast(b"")
         signs.wait("learned")
         return None
@@ -356,7 +356,7 @@ def test_a_disk_without_any_room_keeps_ranks_in_step(meeting_place: Path) -> Non
     own, other = Ranks(Kind("file", 2), meeting_place).run(program)
     assert "writing 100" in own.pop(1)  # what did not fit, not the excuse for it
     assert own == [0, 2, 3]
-    assert other == [0, "OSError", 2, 3]
+    assert other == [0, "syncprims.SharedMemoryError", 2, 3]
 
 
 def test_a_late_rank_is_noticed_soon_after_a_long_wait(meeting_place: Path) -> None:

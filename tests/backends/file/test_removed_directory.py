@@ -143,7 +143,7 @@ def test_an_object_that_is_removed_on_its_way_is_an_error(meeting_place: Path) -
         return "passed", ""
 
     said = Ranks(Kind("file", 2), meeting_place).run(program)
-    assert said[1][0] == "FileNotFoundError"
+    assert said[1][0] == "SharedMemoryError"
     assert "something has removed" in said[1][1]
     assert said[0][0] == "passed", "it has sent what it had, and raises in its next call"
 
