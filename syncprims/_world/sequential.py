@@ -84,25 +84,25 @@ class MainFirst:
             among_first.meet(Note(label), self._timeout)
         *earlier, last = (rounds, Note(label), self._timeout), *self._kept
         for kept in earlier:
-            _post_or_keep(*kept)
-        _post_or_keep(*last)  # not in a loop, where a handler could raise after the last round
+            self._post_or_keep(*kept)
+        self._post_or_keep(*last)  # not in a loop, where a handler could raise after the last round
+
+    @staticmethod
+    def _post_or_keep(rounds: Rounds, note: Note, timeout: float) -> None:
+        """Meet the others, or leave that to the block that they wait in."""
+        if (outer := _waited_for_by(rounds)) is not None:
+            outer._kept.append((rounds, note, timeout))
+            return
+        try:
+            rounds.meet(note, timeout)
+        except PeerFailed as failed:
+            # That main has failed in an inner block, this rank has raised there.
+            if failed is not rounds.in_step or failed.rank != rounds.members[0]:
+                raise
 
 
 #: The blocks that this code runs in as their first rank, the innermost last.
 _leading: ContextVar[tuple[MainFirst, ...]] = ContextVar("syncprims_main_first", default=())
-
-
-def _post_or_keep(rounds: Rounds, note: Note, timeout: float) -> None:
-    """Meet the others, or leave that to the block that they wait in."""
-    if (outer := _waited_for_by(rounds)) is not None:
-        outer._kept.append((rounds, note, timeout))
-        return
-    try:
-        rounds.meet(note, timeout)
-    except PeerFailed as failed:
-        # That main has failed in an inner block, this rank has raised there.
-        if failed is not rounds.in_step or failed.rank != rounds.members[0]:
-            raise
 
 
 def _waited_for_by(rounds: Rounds) -> MainFirst | None:
