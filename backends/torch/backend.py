@@ -280,7 +280,7 @@ class TorchBackend(Backend):
         self._default.abort()
 
     def _begin_epoch(self, epoch: int, topology: Topology) -> None:
-        """Close all boards, and number the ranks of each host anew."""
+        """Close all boards, and number the ranks of each host again."""
         while self._boards:
             self._boards.pop().close()
         self._published.clear()

@@ -355,7 +355,7 @@ def is_fillable(out: Any) -> bool:
 
 
 def may_fill(out: Any, source: Any) -> bool:
-    """Return whether `out` may be filled item by item while `source` is read likewise."""
+    """Return whether `out` may be filled item by item while `source` is read in the same way."""
     if not (source.flags.c_contiguous if is_array(source) else source.is_contiguous()):
         return True  # what is read is a copy
     begin, other = _begin(out), _begin(source)

@@ -47,7 +47,7 @@ class Transport(ABC):
     sizes_may_differ = False
 
     def __init__(self, device_engine: DeviceEngine | None) -> None:
-        """Let `device_engine`, if there is one, carry arrays from device to device.
+        """Carry arrays from device to device by `device_engine`, if there is one.
 
         All other arrays of devices pass through the hosts' memory.
         """

@@ -79,7 +79,7 @@ def _waits_for_thread(frame: FrameType, with_limit: bool) -> bool:
     if not with_limit and values.get("timeout") not in (None, -1):
         return False
     match place:
-        case "threading", "wait":  # of a condition; whoever notifies it removes the waiter
+        case "threading", "wait":  # of a condition; the thread that notifies it removes the waiter
             if values.get("waiter") not in getattr(values["self"], "_waiters", ()):
                 return False
             caller = frame.f_back and frame.f_back.f_back

@@ -38,7 +38,7 @@ def most_processes(files: int) -> tuple[int, str]:
         for soft, _ in map(resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     )
     found = [
-        ((of_files - open_now) // files, "open files (ulimit -n)"),
+        ((of_files - open_now) / files, "open files (ulimit -n)"),
         (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _SMALLEST, "memory"),
     ]
     if os.geteuid():

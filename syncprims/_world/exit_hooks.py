@@ -150,7 +150,7 @@ class ExitHooks:
             threading._register_atexit(self._before_threads)  # type: ignore[attr-defined]
 
     def _before_threads(self) -> None:
-        """Tell a failing ``sys.exit`` of the main thread, or its end, if others still run."""
+        """Report a failing ``sys.exit`` of the main thread, or its end, if others still run."""
         main = threading.main_thread()
         others = [one.name for one in threading.enumerate() if one is not main and not one.daemon]
         if not others:

@@ -655,7 +655,7 @@ def _end_process(error: BaseException | None) -> None:
 
 
 def _outlive_main_thread(thread: str) -> None:
-    """Let the others say why this rank makes no call any more, unless `thread` makes one."""
+    """Publish why this rank makes no call any more, unless `thread` makes one."""
     if world := _state.running:
         publish_activity(world, f"its main thread has ended; thread {thread[:200]!r} still runs")
 

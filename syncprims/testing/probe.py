@@ -66,7 +66,7 @@ class Probe:
         self.outcome.take("wait", (threading.get_native_id(), call, False))
 
     def journal_wait(self, call: RecordedCall | str | None, only_notes: bool) -> None:
-        """Let the test know of a wait, and whether nothing but a note ends it."""
+        """Record a wait for the test, and whether nothing but a note ends it."""
         self.journal("wait", (threading.get_native_id(), call, only_notes))
 
     def check_alive(self) -> None:

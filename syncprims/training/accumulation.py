@@ -376,7 +376,7 @@ class AccumulationWindow:
         return self.count > 0 and not self.sync
 
     def restart(self) -> None:
-        """Drop its gradients; the next block begins it anew."""
+        """Drop its gradients; the next block begins it again."""
         for p in self.parameters:
             p.grad = None
         self._reset()

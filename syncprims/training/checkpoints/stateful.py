@@ -411,7 +411,7 @@ def distribute(full: torch.Tensor, target: DTensor) -> DTensor:
     region = compute_local_shape_and_global_offset(target.shape, mesh, placements)
     for dim, (length, begin) in enumerate(zip(*region, strict=True)):
         local = local.narrow(dim, begin if length else 0, length)
-    local = torch.empty_like(target.to_local().detach()).copy_(local)  # laid out likewise
+    local = torch.empty_like(target.to_local().detach()).copy_(local)  # laid out in the same way
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=target.shape, stride=target.stride()
     )

@@ -41,7 +41,7 @@ class ShardPlan(NamedTuple):
     split: bool = False  #: each batch is cut into one part per rank
     drop_last: bool = False  #: a last round that is not full is left out
     dispatch: bool = False  #: rank 0 reads for all
-    size: int | None = None  #: the batches are cut anew to this size before they are dealt
+    size: int | None = None  #: the batches are cut again to this size before they are dealt
 
     def share_of(self, batches: int, size: int | None = None, items: int | None = None) -> int:
         """Return how many of so many batches this rank gets.
