@@ -259,22 +259,11 @@ class Observation:
         if before is now or not pids:
             return report
         lines = self._read_lines(pids.values())
-        stands = self._in_torch[report.path] = dict[int, _Stand]()
-        for row in report.ranks:
-            line, sample = lines.get(pids.get(row.rank, -1), ""), now.samples.get(row.rank)
-            if sample is not None and line.endswith(processes.IN_TORCH):
-                stand = (known or {}).get(row.rank)
-                kept = stand is not None and stand[:2] == (line, row.rounds)
-                if stand is None or not kept or stand.since.goes_on(sample, line):
-                    stand = _Stand(line, row.rounds, sample)
-                stands[row.rank] = stand
+        stands = self._in_torch[report.path] = _find_stands(report, known or {}, lines, now)
         waited = {rank: now.samples[rank].at - one.since.at for rank, one in stands.items()}
         if not any(waited.values()) and (known is not None or not stands):
-            if (
-                report.verdict.kind == "moving"
-                and not lines
-                and any(map(uses_torch, pids.values()))
-            ):
+            is_blind = not lines and any(map(uses_torch, pids.values()))
+            if is_blind and report.verdict.kind == "moving":
                 why = "whether one waits in torch is not seen, since py-spy cannot read them here"
                 text = f"no rank waits in a call of this library; {why}"
                 report = report._replace(verdict=report.verdict._replace(text=text))
@@ -286,30 +275,31 @@ class Observation:
             row for row in report.ranks if row.rank not in inside and row.state != "elsewhere"
         ]
         if not outside and any(
-            one.seconds - one.main_seconds - (old.seconds - old.main_seconds)
-            > _MOVES * waited[rank]
+            now.samples[rank].beside - stands[rank].since.beside > _MOVES * waited[rank]
             for rank in inside
-            for one, old in [(now.samples[rank], stands[rank].since)]
         ):
             return report  # other threads of theirs carry the data
-        rows = list(report.ranks)
-        for rank, pid in pids.items():
-            doing = f"in {lines[pid]}" if rank in stands else ""
-            doing = doing or _describe(rank, before, now, lines.get(pid, ""))
-            rows[rank] = rows[rank]._replace(doing=doing)
+        doing = {
+            rank: f"in {lines[pid]}"
+            if rank in stands
+            else _describe(rank, before, now, lines.get(pid, ""))
+            for rank, pid in pids.items()
+        }
         who = "all ranks here have" if not outside else subject(inside)
         text = f"{who} been in {place} for {waited[longest]:.1f} s or longer"
         if outside:
             text += f", and {name_ranks([row.rank for row in outside])} not"
-        faults = [row.rank for row in outside if row.rank not in stands]
         for row in outside[:MOST_NAMED]:
-            how = row.state if row.state not in _ALONE else rows[row.rank].doing or row.state
+            how = row.state if row.state not in _ALONE else doing.get(row.rank) or row.state
             text += f"\n  rank {row.rank}: {how}"
         if report.verdict.kind != "moving":
             text = f"{report.verdict.text}\n{text}"
+        faults = [row.rank for row in outside if row.rank not in stands]
         stuck = waited[longest] >= self.stuck_after
-        verdict = Verdict("torch", faults, text, waited[longest], stuck)
-        return report._replace(ranks=rows, verdict=verdict)
+        return report._replace(
+            ranks=[row._replace(doing=doing.get(row.rank, row.doing)) for row in report.ranks],
+            verdict=Verdict("torch", faults, text, waited[longest], stuck),
+        )
 
     def _read_lines(self, pids: Iterable[int]) -> dict[int, str]:
         """Return the lines of these processes, each with that of a process that it has started."""
@@ -322,6 +312,22 @@ class Observation:
                     theirs = f"its process {worker} is in {lines[worker]}"  # as of a loader
                     lines[pid] = f"{lines.get(pid, 'C')}; {theirs}"
         return lines
+
+
+def _find_stands(
+    report: WorldReport, known: Mapping[int, _Stand], lines: Mapping[int, str], now: _Look
+) -> dict[int, _Stand]:
+    """Return the ranks that are in a collective of torch, each since it has not gone on there."""
+    stands: dict[int, _Stand] = {}
+    for row in report.ranks:
+        sample, line = now.samples.get(row.rank), lines.get(row.pid or -1, "")
+        if row.state not in _ALONE or sample is None or not line.endswith(processes.IN_TORCH):
+            continue
+        stand = known.get(row.rank)
+        if stand is None or stand[:2] != (line, row.rounds) or stand.since.goes_on(sample, line):
+            stand = _Stand(line, row.rounds, sample)
+        stands[row.rank] = stand
+    return stands
 
 
 def _describe(rank: int, before: _Look, now: _Look, line: str) -> str:
