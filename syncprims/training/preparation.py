@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, TypeVar, TypeVarTuple, overload
+from typing import Any, TypedDict, TypeVar, TypeVarTuple, Unpack, overload
 
 import torch
 from torch import distributed, nn
@@ -185,25 +185,51 @@ class Preparation:
         return tuple(self.scheduler(one) if _is_scheduler(one) else one for one in made)
 
 
+class PrepareOptions(TypedDict, total=False):
+    """The options of :func:`prepare`."""
+
+    device: torch.device | None
+    device_placement: bool
+    ddp: dict[str, Any] | None
+    even_batches: bool
+    split_batches: bool
+    seed: int | None
+    non_blocking: bool
+    dispatch_batches: bool | None
+
+
 @overload
-def prepare(obj: T, /, *, accumulator: Accumulator, **options: Any) -> T: ...
+def prepare(obj: T, /, *, accumulator: Accumulator, **options: Unpack[PrepareOptions]) -> T: ...
 @overload
-def prepare(*objects: *Ts, accumulator: Accumulator, **options: Any) -> tuple[*Ts]: ...
+def prepare(
+    *objects: *Ts, accumulator: Accumulator, **options: Unpack[PrepareOptions]
+) -> tuple[*Ts]: ...
 def prepare(  # type: ignore[misc]
     *objects: Any,
     accumulator: Accumulator,
     device: torch.device | None = None,
     device_placement: bool = True,
     ddp: dict[str, Any] | None = None,
-    **options: Any,
+    even_batches: bool = True,
+    split_batches: bool = False,
+    seed: int | None = None,
+    non_blocking: bool = False,
+    dispatch_batches: bool | None = None,
 ) -> Any:
     """Return the objects prepared for this rank, in their order. Collective.
 
     Models, optimizers, loaders and schedules, in any order; a single object is returned without a
     tuple. Without `device_placement` models and batches are not moved to the device. `ddp` has
-    options for DDP, where models are wrapped in it, and `options` are those of
+    options for DDP, where models are wrapped in it. The other options are those of
     :func:`prepare_data_loader`.
     """
+    options = {
+        "even_batches": even_batches,
+        "split_batches": split_batches,
+        "seed": seed,
+        "non_blocking": non_blocking,
+        "dispatch_batches": dispatch_batches,
+    }
     preparation = Preparation(
         accumulator,
         device or rank_device(),

@@ -124,7 +124,10 @@ def check(state: dict[str, Any]) -> None:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Set all generators to what :func:`capture` has returned, or to nothing new: :func:`check`."""
+    """Set all generators to what :func:`capture` has returned.
+
+    :raises Exception: as :func:`check`, before any of them is set.
+    """
     check(state)
     restore_cpu(state["cpu"])
     for device, own in state["cuda"].items():

@@ -246,3 +246,9 @@ def test_padding_of_unlike_structures_is_a_mismatch(world: Ranks) -> None:
         return found
 
     assert world.run(program) == [[1.0, 0.0], [1.0, 1.0]]
+
+
+def test_a_misspelt_option_is_refused() -> None:
+    options: Any = {"sede": 7}
+    with pytest.raises(TypeError, match="sede"):
+        prepare(nn.Linear(1, 1), accumulator=Accumulator(), **options)
