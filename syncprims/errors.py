@@ -39,6 +39,7 @@ class Failure(NamedTuple):
         torn = next((at for at, link in enumerate(chain) if isinstance(link, TORN)), len(chain))
         own = [link for link in chain[torn:] if not isinstance(link, TORN)]
         handled = _headline(*_describe(own[0])) if own else ""
+        # What a program asserts while it handles such an error is its own.
         consequence = torn < len(chain) and not isinstance(error, AssertionError)
         return cls(rank, name, _cut(message, 1500), _cut(text, 6000), consequence, handled)
 
