@@ -59,7 +59,7 @@ def _make(purpose: str, places: list[Path]) -> Path:
         tried.append(f"{place} ({why})")
     raise ConfigurationError(
         f"there is no place for temporary files, tried {' and '.join(tried)}; make a directory of "
-        f"your own, and set TMPDIR to it: `mkdir -p -m 700 ~/tmp; export TMPDIR=~/tmp`"
+        f"your own, and set TMPDIR to it: `export TMPDIR=$(mktemp -d ~/tmp.XXXXXX)`"
     )
 
 

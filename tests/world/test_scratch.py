@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 # What killed launches leave, without a launch for each case.
+from syncprims import ConfigurationError
 from syncprims._world import scratch
 from syncprims._world.scratch import scratch_directory
 
@@ -33,12 +35,34 @@ def test_a_directory_is_private_and_goes_with_its_content(place: Path) -> None:
     assert not any(place.iterdir())
 
 
+@pytest.mark.parametrize(("above", "works"), [(0o700, True), (0o711, False), (0o755, False)])
+def test_a_place_for_a_group_will_do_where_no_other_user_comes(
+    above: int, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a umask of 002 makes it; what is above pytest's own directories is closed."""
+    with tempfile.TemporaryDirectory() as top:
+        place = Path(top, "place")
+        place.mkdir()
+        place.chmod(0o775)
+        Path(top).chmod(above)
+        monkeypatch.setattr(scratch, "list_common_places", lambda: [place])
+        if works:
+            with scratch_directory("run") as path:
+                assert path.parent == place
+        else:
+            with pytest.raises(ConfigurationError, match=r"mode 0775.*mktemp -d"):
+                scratch_directory("run").__enter__()
+
+
 def test_those_of_killed_processes_are_removed_and_no_others(place: Path) -> None:
     pid = os.fork()
     if not pid:
-        with scratch_directory("test"):
-            os._exit(0)
-    os.waitpid(pid, 0)
+        try:
+            with scratch_directory("test"):
+                os._exit(0)
+        finally:
+            os._exit(1)  # or this process would go on as a second pytest
+    assert os.waitpid(pid, 0)[1] == 0
     [dead] = place.iterdir()
     (place / "syncprims-without-lock").mkdir()
     (place / "another").mkdir()
