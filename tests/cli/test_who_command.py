@@ -55,6 +55,9 @@ def job(
     )  # fmt: skip
     try:
         yield process
+    except BaseException:
+        process.terminate()  # a rank that waits for another event would never end
+        raise
     finally:
         (folder / "go").touch()
         process.communicate(timeout=PATIENCE)
@@ -106,6 +109,8 @@ rank, one = sp.get_rank(), torch.zeros(1)
 store = "file://" + sys.argv[1]
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=3)
 if sys.argv[2] == "loop":
+    dist.all_reduce(one)
+    sp.barrier("loop")
     while True: dist.all_reduce(one)
 if rank == 0: dist.all_reduce(one)
 if rank == 1: time.sleep(1000)
@@ -120,11 +125,12 @@ def test_ranks_that_hang_in_collectives_of_torch_are_stuck(mode: str, tmp_path: 
         pytest.skip("only py-spy shows where they are")
     run = [*RUN[:-2], "3", "--grace", "1", RUN[-1], str(tmp_path / "store"), mode]
     with job(tmp_path, run, HANGS_IN_TORCH) as started:
-        await_report(
-            started.pid,
-            lambda r: r.verdict.kind == "torch" and r.verdict.waiting_for == [1] * (mode == "hang"),
-            stuck_after=1000,
-        )
+        def is_there(report: Any) -> bool:
+            if mode == "loop":
+                return "'loop'" in str(report.last_barrier)
+            return (report.verdict.kind, report.verdict.waiting_for) == ("torch", [1])
+
+        await_report(started.pid, is_there, stuck_after=1000)
         printed = command(str(started.pid), "--stuck-after", "1")
         started.terminate()
     if mode == "loop":
@@ -135,8 +141,8 @@ def test_ranks_that_hang_in_collectives_of_torch_are_stuck(mode: str, tmp_path: 
     assert found, printed
     assert found.groups() in [("0", "all_reduce"), ("2", "wait")]
     assert "\n  rank 1: sleeps in " in printed.stdout
-    assert "in <module> (job.py:11), in all_reduce of torch" in printed.stdout
-    assert "in <module> (job.py:13), in wait of torch" in printed.stdout
+    assert "in <module> (job.py:13), in all_reduce of torch" in printed.stdout
+    assert "in <module> (job.py:15), in wait of torch" in printed.stdout
 
 
 def test_a_run_is_found_where_open_files_are_not_listed(
