@@ -125,6 +125,7 @@ def test_ranks_that_hang_in_collectives_of_torch_are_stuck(mode: str, tmp_path: 
         pytest.skip("only py-spy shows where they are")
     run = [*RUN[:-2], "3", "--grace", "1", RUN[-1], str(tmp_path / "store"), mode]
     with job(tmp_path, run, HANGS_IN_TORCH) as started:
+
         def is_there(report: Any) -> bool:
             if mode == "loop":
                 return "'loop'" in str(report.last_barrier)
