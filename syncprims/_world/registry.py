@@ -1,4 +1,4 @@
-"""Which backend runs the world. Only this module loads the backend of a process.
+"""Which backend runs the world. Only this module loads what stands above the core, by its name.
 
 The choice depends on the arguments and the environment alone, never on what happens to be
 importable here, since two ranks must not choose differently. There is no silent fallback: a
@@ -6,7 +6,8 @@ contradiction is an error that names both sides.
 
 A table of strings comes first, so that only the chosen backend is imported. Entry points of the
 group ``syncprims.backends`` are read only for a name that the table does not have: at 512 ranks on
-a shared disk, reading them at every start would open very many small files.
+a shared disk, reading them at every start would open very many small files. Rooms that offer
+something to every world stand in a table, too: the core imports none of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from syncprims.errors import BackendUnavailable, ConfigurationError, SyncError
 from syncprims.interface import Backend, Settings, Topology
@@ -29,6 +30,11 @@ _BUILT_IN = {
     "single": "syncprims.backends.single:SingleBackend",
     "threads": "syncprims.backends.threads:ThreadBackend",
     "torch": "syncprims.backends.torch.backend:TorchBackend",
+}
+#: What rooms offer to a world.
+_OFFERED = {
+    "process group": "syncprims.c10d:open_default_group",
+    "recorder": "syncprims.tracing.recorder:Recorder",
 }
 #: Backends that are built on torch. On each host, their ranks meet through files.
 BY_TORCH = ("gloo", "nccl", "torch")
@@ -96,16 +102,23 @@ def load_backend(name: str) -> type[Backend]:
     :raises BackendUnavailable: if it has one that cannot be imported.
     """
     target = _BUILT_IN.get(name) or _find_plug_in(name)
-    module, _, attribute = target.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = _load(target)
     except (ImportError, AttributeError) as error:
         raise BackendUnavailable(
-            f"backend {name!r} cannot be imported from {target}: {error}. {_cure(module, error)}"
+            f"backend {name!r} cannot be imported from {target}: {error}. {_cure(target, error)}"
         ) from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise BackendUnavailable(f"backend {name!r}: {target} is not a syncprims Backend class")
     return found
+
+
+def load_offered(name: str) -> Any:
+    """Return what a room offers to a world: how to open a ``process group``, or a ``recorder``.
+
+    :raises ImportError: if the room, or what it needs, is not installed.
+    """
+    return _load(_OFFERED[name])
 
 
 def find_end_recorder(environ: Mapping[str, str]) -> tuple[type[Backend], Topology, Settings]:
@@ -118,6 +131,11 @@ def find_end_recorder(environ: Mapping[str, str]) -> tuple[type[Backend], Topolo
     choice = choose_backend(environ, None, grouped=False, find_topology=lambda: detect(environ))
     recorder = load_backend("file" if choice.backend in BY_TORCH else choice.backend)
     return recorder, choice.topology, read_settings(environ)
+
+
+def _load(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _choose_name(environ: Mapping[str, str], asked: str | None, grouped: bool) -> tuple[str, str]:
@@ -160,12 +178,12 @@ def _find_plug_in(name: str) -> str:
     return found[0]
 
 
-def _cure(module: str, error: Exception) -> str:
+def _cure(target: str, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return "Install torch, or set SYNCPRIMS_BACKEND=file on one host"
     if sys.platform == "win32":
         return "It needs Linux or macOS; on Windows, use WSL, or SYNCPRIMS_BACKEND=single"
-    if module.startswith("syncprims."):
+    if target.startswith("syncprims."):
         return (
             "A bare checkout has no installed backends: run `pip install -e .` in it, and start "
             "Python outside of it if syncprims is installed elsewhere"

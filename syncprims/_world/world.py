@@ -17,7 +17,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, NamedTuple
 
 from syncprims import errors
@@ -31,6 +30,7 @@ from syncprims.interface import Backend, Board, Note, Settings, Topology
 
 from .group import Group, close_group, rounds_of
 from .nodes import SaidPlace, identify_host, number_nodes, place_on_nodes, without_nodes
+from .registry import load_offered
 from .sequential import MainFirst
 
 #: Seconds after which a wait ends where the backend cannot distinguish a dead rank from a slow one.
@@ -192,7 +192,7 @@ class World:
         """
         if not self._backend.has_process_group:
             try:
-                import_module("syncprims.c10d").open_default_group(self, self._at_end)
+                load_offered("process group")(self, self._at_end)
             except ImportError as error:
                 raise errors.BackendUnavailable(
                     f"open_process_group() needs torch: {errors.install('torch')}"
@@ -238,13 +238,13 @@ def _make_recorder(settings: Settings, topology: Topology) -> Any:
     :raises ConfigurationError: if this installation cannot trace.
     """
     try:
-        recorder = import_module("syncprims.tracing.recorder")  # not before it is asked for
+        recorder = load_offered("recorder")  # not before it is asked for
     except ImportError as error:
         raise ConfigurationError(
             f"SYNCPRIMS_TRACE={settings.trace} asks for a trace, and this installation cannot "
             f"write one: {error}; install all of syncprims, or unset SYNCPRIMS_TRACE"
         ) from error
-    return recorder.Recorder(settings.trace, settings.trace_limit, topology)
+    return recorder(settings.trace, settings.trace_limit, topology)
 
 
 # -- for the rest of the library -----------------------------------------------------------------

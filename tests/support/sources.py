@@ -49,12 +49,24 @@ def names(module: str, node: ast.Import | ast.ImportFrom) -> set[str]:
 
 @cache
 def imports(module: str, *, at_import_time: bool = False) -> frozenset[str]:
-    """Return every module that a module imports, also inside functions and for types only."""
+    """Return every module that a module imports, also inside functions, by name, or for types."""
     return frozenset(
         name
         for node in nodes(module, at_import_time=at_import_time)
         for name in names(module, node)
-    )
+    ).union([] if at_import_time else named_in_calls(module))
+
+
+def named_in_calls(module: str) -> set[str]:
+    """Return the modules that a module imports by ``import_module("...")``."""
+    return {
+        call.args[0].value
+        for call in ast.walk(parsed(module))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func).endswith("import_module")
+        and isinstance(call.args[0], ast.Constant)
+        and isinstance(call.args[0].value, str)
+    }
 
 
 def is_in(module: str, package: str) -> bool:
