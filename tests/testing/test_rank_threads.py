@@ -166,14 +166,15 @@ def test_a_wait_of_one_thread_is_known_while_another_one_makes_calls(kind: World
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_heartbeat_holds_up_no_time_limit(ends: bool) -> None:
-    done = threading.Event()
+    done, threads = threading.Event(), list[threading.Thread]()
 
     def program() -> str:
         def beat() -> None:
             while not done.is_set():
                 time.sleep(0.01)
 
-        threading.Thread(target=beat, daemon=True).start()
+        threads.append(threading.Thread(target=beat, daemon=True))
+        threads[-1].start()
         with pytest.raises(sp.SyncTimeout):
             sp.barrier("late", timeout=0.1)
         if not ends:
@@ -185,6 +186,8 @@ def test_a_heartbeat_holds_up_no_time_limit(ends: bool) -> None:
         assert run_world(program, 2, faults=[late]) == ["timeout"] * 2
     finally:
         done.set()
+        for thread in threads:
+            thread.join()
 
 
 @both_kinds
