@@ -47,7 +47,7 @@ class FileBackend(Backend):
     name = "file"
     spans_hosts = False
     detects_death = True
-    _met: ClassVar[set[str]] = set()  # worlds that this process was in
+    _met: ClassVar[set[str]] = set()  # elastic worlds that this process was in
 
     def __init__(
         self, topology: Topology, settings: Settings, description: WorldDescription | None = None
@@ -256,7 +256,8 @@ class FileBackend(Backend):
                     name = _world_to_join(run, self.topology.rank, elastic=elastic)
                     if name is not None:
                         self._join_world(run, name)
-                        self._met.add(self._newest(run))
+                        if self.settings.elastic:
+                            self._met.add(self._newest(run))
                         break
                 except BaseException:
                     with contextlib.suppress(OSError, SyncError):
