@@ -20,9 +20,8 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-import filelock
-
 from syncprims import errors
+from syncprims._system.locks import try_lock, unlock
 from syncprims.errors import BackendUnavailable, ConfigurationError, PeerLost, SyncError
 from syncprims.interface import UNKNOWN, Backend, Board, Settings, Topology
 
@@ -350,8 +349,7 @@ def _locked(
         try:
             # To close is not enough: a child that another thread has forked shares the descriptor.
             for fd in held:
-                with contextlib.suppress(OSError):
-                    filelock.unlock_descriptor(fd)
+                unlock(fd)
         finally:
             _close_all(held)
 
@@ -367,7 +365,7 @@ def _acquire(base: PrivateDirectory, lock: str, timeout: float, held: list[int])
     while True:
         held.append(base.open_file(lock, os.O_RDWR | os.O_CREAT))
         try:
-            if filelock.lock_descriptor(held[0], blocking=False) and os.fstat(held[0]).st_nlink:
+            if try_lock(held[0]) and os.fstat(held[0]).st_nlink:
                 return
         except (NotImplementedError, OSError) as error:
             if isinstance(error, OSError) and error.errno is None:

@@ -7,11 +7,11 @@ all systems, a lock that is held must be refused to a second opening of the same
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from pathlib import Path
 
+from syncprims._system.locks import try_lock
 from syncprims.errors import BackendUnavailable
 
 from .private_dir import PrivateDirectory
@@ -80,9 +80,8 @@ def refuse_useless_locks(directory: PrivateDirectory, name: str) -> None:
     path = directory.path / name
     with directory.opened(name, os.O_RDWR) as second:
         try:
-            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
+            if not try_lock(second):
+                return
         except OSError as error:
             raise BackendUnavailable(f"{path} cannot be locked: {error}; {_CURE}") from error
     raise BackendUnavailable(

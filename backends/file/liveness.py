@@ -11,7 +11,6 @@ world also watch each other's processes (pidfd), which needs neither a path nor 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import select
@@ -21,6 +20,7 @@ from collections.abc import Iterable
 
 from syncprims import errors
 from syncprims._system.identity import ProcessIdentity, ProcessWatch
+from syncprims._system.locks import lock, try_lock
 from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
 from syncprims.interface import State
 
@@ -94,7 +94,7 @@ class Liveness:
             undo.callback(self.claims.close)
             self._lock_fd = directory.open_file(_lock_name(rank), os.O_RDWR | os.O_CREAT)
             undo.callback(os.close, self._lock_fd)
-            _lock(self._lock_fd)
+            lock(self._lock_fd, timeout=5.0)  # another rank may be checking it for a moment
             self._write_state(_ALIVE)
             if rank >= world_size:
                 self._memory[_TAKEN_AT : _TAKEN_AT + 4] = (rank + 1 - world_size).to_bytes(4)
@@ -316,13 +316,11 @@ def _is_free(directory_fd: int, slot: int) -> bool:
     except OSError:
         return False
     try:
-        # Shared, so that two processes that check at the same moment do not see each other.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return try_lock(fd, shared=True)
     except OSError:
         return False
     finally:
         os.close(fd)
-    return True
 
 
 def joined(directory: PrivateDirectory) -> dict[int, bool]:
@@ -341,11 +339,9 @@ def _is_unlocked(directory: PrivateDirectory, rank: int) -> bool:
     """
     try:
         with directory.opened(_lock_name(rank), os.O_RDWR) as fd:
-            # Shared, so that two ranks that check at the same moment do not see each other.
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (BlockingIOError, FileNotFoundError):
+            return try_lock(fd, shared=True)
+    except FileNotFoundError:
         return False
-    return True
 
 
 def _lock_name(rank: int) -> str:
@@ -355,16 +351,3 @@ def _lock_name(rank: int) -> str:
 def _slot(rank: int) -> int:
     """Return where the slot of `rank` begins; for the world size, the size of the file."""
     return _HEADER_SIZE + rank * _SLOT_SIZE
-
-
-def _lock(fd: int) -> None:
-    """Take the lock; another rank may be checking it for a moment."""
-    deadline = time.monotonic() + 5.0
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.0005)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
+from syncprims._system.locks import try_lock
 from syncprims._system.places import find_weakness, list_common_places
 from syncprims.errors import ConfigurationError
 
@@ -34,7 +35,8 @@ def scratch_directory(purpose: str, inside: Path | None = None) -> Generator[Pat
         # The lock gets its name only once it is held: under this name it never looks free.
         fd = os.open(path / ".new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            _try_to_lock(fd)
+            with contextlib.suppress(OSError):  # no locks there: it is removed by us or nobody
+                try_lock(fd)
             os.write(fd, str(os.getpid()).encode())
             (path / ".new").rename(path / LOCK)
             yield path
@@ -79,17 +81,7 @@ def _is_free(lock: Path) -> bool:
             return False
         fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            return _try_to_lock(fd)
+            return try_lock(fd)
         finally:
             os.close(fd)
     return False
-
-
-def _try_to_lock(fd: int) -> bool:
-    import fcntl  # not there on Windows
-
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

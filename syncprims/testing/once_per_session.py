@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TypeVar
 
+from syncprims._system.locks import locked
 from syncprims.errors import ConfigurationError
 
 from .errors import PackedException, pack_exception
@@ -35,8 +36,6 @@ def once_per_session(name: str, fn: Callable[[], T]) -> T:
 
     :raises ConfigurationError: outside of a pytest session.
     """
-    import filelock  # only a session with such values needs it
-
     find_folder = session_folder.get()
     if find_folder is None:
         raise ConfigurationError(
@@ -46,7 +45,7 @@ def once_per_session(name: str, fn: Callable[[], T]) -> T:
     folder = find_folder()
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-    with filelock.FileLock(path.with_suffix(".lock")):
+    with path.with_suffix(".lock").open("ab") as lock, locked(lock.fileno()):
         if not path.exists():
             new = path.with_suffix(".new")
             new.write_bytes(_make(fn))

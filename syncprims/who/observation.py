@@ -188,7 +188,7 @@ class Observation:
     def _find(self) -> Sequence[WorldReader]:
         try:
             from .worlds import find_worlds
-        except ImportError as error:
+        except (ImportError, AttributeError) as error:  # of Windows
             what = f"running worlds cannot be read here: {error}"
             raise BackendUnavailable(f"{what}. They can on Linux and macOS") from error
         which, settings = self.which, get_settings()

@@ -35,14 +35,13 @@ BACKENDS = {"single": set[str](), "threads": set[str](), "file": set[str](), "to
 #: Libraries that nobody should pay for who does not use them, and the modules that exist for them.
 HEAVY = {"torch", "numpy", "filelock", "safetensors", "tqdm", "pytest", "matplotlib"}
 ROOM_FOR = {
-    "syncprims.backends.file.backend": {"filelock"},
     "syncprims.backends.torch": {"torch", "numpy"},
     "syncprims.testing.plugin": {"pytest"},
     "syncprims.tracing": {"numpy"},
     "syncprims.training": {"torch", "numpy", "safetensors"},
     "syncprims.accelerate": {"torch", "numpy"},
     "syncprims.c10d": {"torch"},
-    "syncprims.testing.torch_worlds": {"torch", "numpy", "filelock"},
+    "syncprims.testing.torch_worlds": {"torch", "numpy"},
 }
 
 
@@ -111,6 +110,13 @@ def test_nothing_imports_in_a_circle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_one_module_locks_files() -> None:
+    locking = re.compile(r"import filelock|\bflock\(|\blockf\(")
+    assert [module for module in SOURCES if locking.search(code(module))] == [
+        "syncprims._system.locks"
+    ]
 
 
 def test_a_heavy_library_is_imported_only_where_a_module_exists_for_it() -> None:

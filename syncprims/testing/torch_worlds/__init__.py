@@ -19,13 +19,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import filelock
 import torch
 
 from syncprims import errors
 from syncprims._data.arrays import raw
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims._system.host import free_port
+from syncprims._system.locks import locked
 from syncprims._world.group import rounds_of
 from syncprims._world.runtime import current
 from syncprims._world.world import World, wait_any
@@ -47,8 +47,7 @@ def _shared(path: Path) -> Generator[dict[Any, Any]]:
 
     No other rank reads or changes it meanwhile.
     """
-    with path.open("a+b") as file:
-        filelock.lock_descriptor(file.fileno(), poll_interval=0.0005)  # until it is closed
+    with path.open("a+b") as file, locked(file.fileno()):
         file.seek(0)
         before = file.read()
         values: dict[Any, Any] = pickle.loads(before) if before else {}

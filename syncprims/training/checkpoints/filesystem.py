@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from syncprims import CheckpointError, ConfigurationError
+from syncprims._system.locks import try_lock, unlock
 
 LOG = logging.getLogger("syncprims")
 _LONGEST = 512 << 20  # bytes of a file that is read as a whole
@@ -320,16 +321,15 @@ class DirectoryLock:
         self._fd = -1
         if _WINDOWS:
             return
-        import fcntl
-
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            taken = True
             try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise
+                taken = try_lock(self._fd)
             except OSError as error:
                 LOG.debug("%s cannot be locked: %s", path, error)
+            if not taken:
+                raise BlockingIOError(errno.EAGAIN, "locked by another program", path)
             here, there = os.fstat(self._fd), os.stat(path)  # noqa: PTH116
             if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
                 raise FileNotFoundError(errno.ENOENT, "replaced by another program", path)
@@ -341,10 +341,7 @@ class DirectoryLock:
         """Release the lock. A second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            import fcntl
-
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # forked processes may have the descriptor, too
+            unlock(fd)
         _close(fd)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -94,24 +93,14 @@ def test_a_remote_file_system_is_refused_with_the_cure(meeting_place: Path) -> N
     assert not any(meeting_place.iterdir())
 
 
-class NoLocks:
-    """An operating system whose file locks always succeed, or never do."""
-
-    LOCK_EX, LOCK_NB = fcntl.LOCK_EX, fcntl.LOCK_NB
-
-    def __init__(self, error: OSError | None = None) -> None:
-        self._error = error
-
-    def flock(self, fd: int, how: int) -> None:
-        if self._error is not None:
-            raise self._error
-
-
 def test_locks_that_hold_nobody_off_are_refused_with_the_cure(meeting_place: Path) -> None:
-    said = refusal(meeting_place, {"fcntl": NoLocks()})
+    def fail(fd: int) -> bool:
+        raise OSError(37, "No locks available")
+
+    said = refusal(meeting_place, {"try_lock": lambda fd: True})
     assert "could be locked twice at the same time" in said
     assert "set SYNCPRIMS_DIR to a directory on a local file system" in said
-    said = refusal(meeting_place, {"fcntl": NoLocks(OSError(37, "No locks available"))})
+    said = refusal(meeting_place, {"try_lock": fail})
     assert "cannot be locked: [Errno 37] No locks available; set SYNCPRIMS_DIR" in said
     assert not any(meeting_place.iterdir())
 

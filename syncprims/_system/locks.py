@@ -1,0 +1,75 @@
+"""Locks on files: all that the library locks, it locks here.
+
+A lock belongs to one opening of a file: forked processes share it, and the kernel frees it when the
+last of them has closed the file or died. This makes it a proof of life (ranks, scratch
+directories), and none of these locks is ever stale.
+
+An exclusive lock is filelock's `lock_descriptor`, which also works on Windows. Its `FileLock` opens
+the file itself, by a path that others could replace, and is of no use for a directory, or for a
+file that exists under its name only while it is locked. filelock is loaded by the first exclusive
+lock, since it is slow to import. It has no shared locks, so those are `flock` itself, which is the
+same lock on POSIX. The file backend asks with a shared one whether a rank lives, so that two ranks
+that ask at the same moment do not see each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import time
+from collections.abc import Generator
+
+
+def try_lock(fd: int, *, shared: bool = False) -> bool:
+    """Lock an open file until it is closed, unless another opening of it has the lock.
+
+    :raises OSError: if the file cannot be locked at all, as on a file system without locks.
+    """
+    if not shared:
+        import filelock
+
+        return filelock.lock_descriptor(fd, blocking=False)
+    import fcntl  # not there on Windows
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def lock(fd: int, timeout: float = math.inf) -> None:
+    """Wait for the lock of an open file.
+
+    :raises BlockingIOError: if another opening has held it for `timeout` seconds.
+    :raises OSError: as :func:`try_lock`.
+    """
+    deadline, pause = time.monotonic() + timeout, 0.0005
+    while not try_lock(fd):
+        if time.monotonic() > deadline:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.05)
+
+
+def unlock(fd: int) -> None:
+    """Free the lock at once, also where a forked process has the same open file."""
+    import filelock
+
+    with contextlib.suppress(OSError):
+        filelock.unlock_descriptor(fd)
+
+
+@contextlib.contextmanager
+def locked(fd: int) -> Generator[None]:
+    """Hold the lock of an open file in the body.
+
+    :raises OSError: as :func:`try_lock`.
+    """
+    lock(fd)
+    try:
+        yield
+    finally:
+        unlock(fd)
