@@ -57,11 +57,12 @@ demo: $(VENV)/demo ## train on real data: four ranks, file backend, no GPU, no t
 test: $(VENV)/test ## run all tests except the long loops, in parallel and in random order
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not soak and not launchers"
 
-lint: $(VENV)/lint ## check style and types
+lint: $(VENV)/lint ## check style, types and workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/zizmor --quiet --offline .github
 
 format: $(VENV)/lint ## fix style automatically
 	$(BIN)/ruff check --fix .
