@@ -6,6 +6,7 @@ thread, including those that have made no call yet.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -99,10 +100,17 @@ def _waits_for_thread(frame: FrameType, with_limit: bool) -> bool:
 
 def look_at_threads(look: Callable[[FrameType], T]) -> dict[int, T]:
     """Return what `look` returns for the innermost frame of each thread, by its identifier."""
-    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    collects = gc.isenabled()
+    frames: dict[int, FrameType] = {}
     try:
+        # A collection runs finalizers, in which other threads may go on. If it came while Python
+        # reads such a frame in C, that frame would be gone: a segmentation fault.
+        gc.disable()
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         return {ident: look(frame) for ident, frame in frames.items()}
     finally:
+        if collects:
+            gc.enable()
         # This frame is one of them. In such a cycle all frames would keep their variables, and
         # those of their callers, until the garbage collector runs.
         frames.clear()
