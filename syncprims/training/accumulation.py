@@ -327,6 +327,7 @@ class Accumulator:
 
     def restart(self) -> None:
         """Drop the gradients of all windows, after a state was loaded in place of them."""
+        self.precision._forget_gradients()
         for optimizer in self.optimizers:
             optimizer._forget_gradients()
         for window in self.entered:

@@ -109,6 +109,12 @@ class Precision:
             self.scaler.load_state_dict(state)
             # Steps since its last update are not those of the saved job.
             self._stepped.clear()
+            self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        """Forget which optimizers have unscaled gradients: others take their place."""
+        self.update_scaler()
+        if self.scaler is not None:
             self.scaler._per_optimizer_states.clear()  # pyright: ignore[reportPrivateUsage]
 
     def _check_state(self, state: dict[str, Any]) -> None:

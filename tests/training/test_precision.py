@@ -156,23 +156,59 @@ def test_a_loaded_state_is_scaled_as_it_was_whatever_was_given_up() -> None:
 
 @alone
 @on_every_rank
-def test_two_windows_share_one_scale() -> None:
+def test_a_restart_forgets_that_gradients_are_unscaled() -> None:
+    model = unit_model()
+    accumulator, (optimizer,) = scaled(1, model)
+    with accumulator.accumulate(model):
+        accumulator.backward(model(ones()).sum())
+        accumulator.clip_grad_norm_(model.parameters(), 10.0)
+    accumulator.restart()
+    with accumulator.accumulate(model):
+        accumulator.backward(model(ones()).sum())
+        optimizer.step()
+    assert numbers(model) == [-1.0]
+
+
+@alone
+@on_every_rank
+def test_after_an_overflow_outside_of_blocks_the_next_step_has_a_lower_scale() -> None:
+    model = unit_model()
+    accumulator, (optimizer,) = scaled(1, model)
+    skipped = []
+    for _ in range(2):
+        accumulator.backward(model(5e35 * ones()).sum())  # it overflows with 1024, not with 512
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+    assert skipped == [True, False]
+
+
+@alone
+@pytest.mark.parametrize(
+    ("order", "kept", "wanted"),
+    [((0, 1) * 4, 4, [[-1.0], [-2.0]]), ((0, 1, 0, 0, 1, 0), 5, [[-1.0], [-1.0]])],
+    ids=["in step", "out of step"],
+)
+@on_every_rank
+def test_two_windows_share_one_scale(
+    order: tuple[int, ...], kept: int, wanted: list[list[float]]
+) -> None:
     """An overflow in the first of them changes the scale when the other one is closed, too."""
     job = new_job(2, "fp16", scaler={"init_scale": 1024.0})
     models: Any = job.prepare(unit_model(), unit_model())
     steps: Any = job.prepare(*(torch.optim.SGD(model.parameters(), lr=1.0) for model in models))
     scales = []
-    for at in range(4):
-        for number, (model, optimizer) in enumerate(zip(models, steps, strict=True)):
-            with job.accumulate(model):
-                loss = model(ones()).sum()
-                job.backward(loss * float("inf") if at == 1 and not number else loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            assert job.scaler is not None
-            scales.append(job.scaler.get_scale())
-    assert scales == [1024.0] * 4 + [512.0] * 4
-    assert [numbers(model) for model in models] == [[-1.0], [-2.0]]
+    for at, number in enumerate(order):
+        model, optimizer = models[number], steps[number]
+        with job.accumulate(model):
+            loss = model(ones()).sum()
+            job.backward(loss * float("inf") if at == 2 else loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert job.scaler is not None
+        scales.append(job.scaler.get_scale())
+    assert scales == [1024.0] * kept + [512.0] * (len(order) - kept)
+    assert [numbers(model) for model in models] == wanted
 
 
 @everywhere
@@ -259,6 +295,8 @@ def test_between_windows_clipping_does_nothing() -> None:
         assert gradient(model) == 1024.0
     with accumulator.accumulate(model):
         accumulator.backward(model(ones()).sum())
+        accumulator.clip_grad_value_(model.parameters(), 10.0)
+        assert gradient(model) == 1.0  # it is unscaled before it is compared
         accumulator.clip_grad_value_(model.parameters(), 0.1)
         assert gradient(model) == pytest.approx(0.1)
     with pytest.raises(ValueError, match="prepared optimizer"):
