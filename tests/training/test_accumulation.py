@@ -78,10 +78,25 @@ def test_the_tail_of_any_iterator_weighs_what_it_holds_when_flushed() -> None:
         seen.append(gradient(model))
         optimizer.step()
         optimizer.zero_grad()
+        with accumulator.accumulate(model):
+            pass
         assert not accumulator.flush(), "nothing is left"
+        assert not accumulator.is_half_full
         optimizer.step()
         seen.append(numbers(model)[0])
     assert seen == [1.0, -2.0, 1.0, -4.0]
+
+
+@with_others
+@on_every_rank
+def test_a_rank_without_a_micro_batch_flushes_with_the_others() -> None:
+    accumulator = Accumulator(4)
+    model = prepare(unit_model(), accumulator=accumulator)
+    if not syncprims.is_main():
+        with accumulator.accumulate():
+            accumulator.backward(model(ones()).sum())
+    assert accumulator.flush()
+    assert gradient(model) == 1.0
 
 
 @with_others
@@ -498,6 +513,37 @@ def test_after_a_state_is_loaded_a_plain_loop_trains_as_before() -> None:
 
 @alone
 @on_every_rank
+def test_a_restart_forgets_a_step_whose_gradients_were_not_cleared() -> None:
+    accumulator, model = Accumulator(), unit_model()
+    optimizer = prepare(torch.optim.SGD(model.parameters(), lr=1.0), accumulator=accumulator)
+    with accumulator.accumulate(model):
+        accumulator.backward(model(ones()).sum())
+        optimizer.step()
+    accumulator.restart()
+    accumulator.steps = 2
+    with accumulator.accumulate(model):
+        accumulator.backward(model(ones()).sum())
+        optimizer.zero_grad()
+    assert gradient(model) == 1.0
+
+
+@alone
+@on_every_rank
+def test_a_loss_may_come_with_a_gradient() -> None:
+    accumulator, model = Accumulator(2), unit_model()
+    for several in (True, False, False, True):  # the factor of a window is that of its last loss
+        with accumulator.accumulate(model):
+            if several:
+                accumulator.backward(model(ones(2)), gradient=torch.tensor([[1.0], [2.0]]))
+            else:
+                accumulator.backward(model(ones()).sum(), gradient=torch.tensor(5.0))
+        if accumulator.sync_gradients:
+            assert gradient(model) == 4.0
+            model.zero_grad()
+
+
+@alone
+@on_every_rank
 def test_misuse_is_told() -> None:
     accumulator, model = Accumulator(2), unit_model()
     with (
@@ -740,7 +786,7 @@ def test_a_plain_backward_averages() -> None:
     for _ in range(2):  # without a zero_grad, gradients add up
         model(mine()).sum().backward()
         seen.append(gradient(model))
-    with job.no_sync(model):
+    with job.no_sync(model), job.no_sync(unit_model()):
         model(mine()).sum().backward()
     seen.append(gradient(model))
     if job.use_distributed:
@@ -765,6 +811,31 @@ def test_a_plain_backward_in_a_window_averages_when_it_closes() -> None:
             seen.append(gradient(model))
     rank = syncprims.get_rank()
     assert seen == [(rank + 1) / 2, mean_of(syncprims.get_world_size())]
+
+
+@everywhere
+@on_every_rank
+def test_a_plain_backward_averages_a_model_that_a_block_has_named_until_it_is_forgotten() -> None:
+    accumulator, model = Accumulator(), unit_model()
+    with accumulator.accumulate(model):
+        model(mine()).sum().backward()
+    averaged = gradient(model)
+    accumulator.forget()
+    model.zero_grad()
+    model(mine()).sum().backward()
+    ranks, rank = syncprims.get_world_size(), syncprims.get_rank()
+    assert (averaged, gradient(model)) == (mean_of(ranks), rank + 1)
+
+
+@everywhere
+@on_every_rank
+def test_a_backward_after_its_block_belongs_to_the_window() -> None:
+    accumulator, model = Accumulator(2), unit_model()
+    for _ in range(2):
+        with accumulator.accumulate(model):
+            loss = model(mine()).mean()
+        accumulator.backward(loss)
+    assert gradient(model) == mean_of(syncprims.get_world_size())
 
 
 @with_others
@@ -819,24 +890,26 @@ def test_ranks_without_batches_join_passes_outside_of_windows(world: Ranks) -> N
         job = new_job(even_batches=False)
         model, optimizer, loader = one_batch_each_and_one_more(job)
         found = []
-        for clears in (True, False):
-            for own in (True, False):
-                with job.join_uneven_inputs([model]):
-                    for batch in loader:
-                        loss = model(batch).sum()
-                        loss.backward() if own else job.backward(loss)
-                        if clears:
-                            optimizer.step()
-                            optimizer.zero_grad()
-                if not clears:
-                    optimizer.step()
-                optimizer.zero_grad()
-                found.append(numbers(model)[0])
+        for clears, own in product(("first", "last", "never"), (True, False)):
+            with job.join_uneven_inputs([model]):
+                for batch in loader:
+                    if clears == "first":
+                        optimizer.zero_grad()
+                    loss = model(batch).sum()
+                    loss.backward() if own else job.backward(loss)
+                    if clears != "never":
+                        optimizer.step()
+                    if clears == "last":
+                        optimizer.zero_grad()
+            if clears == "never":
+                optimizer.step()
+            optimizer.zero_grad()
+            found.append(numbers(model)[0])
         return found
 
     one = -4.0 - 4.0 / world.ranks
     found = world.run(program)
-    assert found[0] == [one, 2 * one, 3 * one, 4 * one]
+    assert found[0] == [number * one for number in range(1, 7)]
     assert found == [found[0]] * world.ranks
 
 
