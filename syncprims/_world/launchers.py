@@ -17,7 +17,7 @@ differently because a package is installed on some hosts only.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from syncprims.errors import ConfigurationError
@@ -248,12 +248,17 @@ def _key(name: str) -> str:
 
 def is_started_by_rank(environ: Mapping[str, str]) -> bool:
     """Return whether the parent of this process has been started with the same place, as a rank."""
+    names = {name for one in LAUNCHERS for name in one.required if name in environ}
+    return bool(_is_started_with(os.getppid(), environ, names))
+
+
+def _is_started_with(pid: int, environ: Mapping[str, str], names: Collection[str]) -> bool | None:
+    """Return whether a process was started with these variables; None if that cannot be read."""
     try:
-        with open(f"/proc/{os.getppid()}/environ", "rb") as file:  # noqa: PTH123 - slow to import
+        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 - slow to import
             theirs = file.read().split(b"\0")
     except OSError:  # of another user, as SLURM's daemon is
-        return False
-    names = {name for one in LAUNCHERS for name in one.required if name in environ}
+        return None
     return all(os.fsencode(f"{name}={environ[name]}") in theirs for name in names)
 
 
@@ -453,11 +458,27 @@ def _read_run_id(launcher: Launcher, environ: Mapping[str, str], topology: Topol
     several agents counts its own restarts, so their ranks would have different names.
     """
     parts = [environ[name] for name in launcher.names("run_id") if name in environ]
+    if not parts and launcher is _MPICH and topology.num_nodes == 1:
+        parts = _find_starter(environ, launcher.names("rank", "world_size"))
     known = f"{launcher.name}-{'-'.join(parts)}" if parts else None
     run_id = environ.get("SYNCPRIMS_RUN_ID") or known
     restarts = environ.get(launcher.restarts) or "0"
     one_counts = launcher is _SLURM or not find_spread(environ, topology)
     return f"{run_id}-restart{restarts}" if run_id and restarts != "0" and one_counts else run_id
+
+
+def _find_starter(environ: Mapping[str, str], names: Collection[str]) -> list[str]:
+    """Return what identifies the process that started all ranks of this host; empty if not known.
+
+    It is the nearest ancestor without the variables of this rank: a script between them has these.
+    """
+    from syncprims._system.identity import ProcessIdentity  # slow to import
+    from syncprims._system.processes import stat_fields
+
+    pid = os.getppid()
+    while started := _is_started_with(pid, environ, names):
+        pid = int(stat_fields(pid)[1])
+    return [str(part) for part in ProcessIdentity.of(pid) or ()] if started is False else []
 
 
 def _is_inside(

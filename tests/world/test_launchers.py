@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.launcher_variables import MPICH, OPEN_MPI, OURS, SHELL, SLURM, SLURM_JOB, TORCHRUN, env
+from support.rank_environment import clean_environ
 
 from syncprims import ConfigurationError
 
@@ -245,8 +248,28 @@ def test_run_ids_tell_runs_apart() -> None:
     }
     assert len(ids) == 8
     assert None not in ids
-    assert detect(MPICH).run_id is None  # it has none to give
+    assert detect(MPICH | env("MPI_LOCALNRANKS=1 MPI_LOCALRANKID=0")).run_id is None
     assert detect({}).run_id is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_run_of_mpich_on_one_host_is_what_its_starter_has_begun() -> None:
+    """Also where a script stands between the starter and a rank."""
+    show = "import os; from syncprims._world.launchers import detect; print(detect(os.environ))"
+    script = """
+        export PMI_SIZE=2 MPI_LOCALNRANKS=2
+        PMI_RANK=0 MPI_LOCALRANKID=0 "$0" -c "$1"
+        PMI_RANK=1 MPI_LOCALRANKID=1 sh -c '"$0" -c "$1"; true' "$0" "$1"
+        """
+    command = ["sh", "-c", script, sys.executable, show]
+    texts = [
+        subprocess.run(command, env=clean_environ(), capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    runs = [re.findall("run_id='(MPICH-[0-9-]+)'", done.stdout) for done in texts]
+    assert [len(ids) for ids in runs] == [2, 2]
+    assert [len({*ids}) for ids in runs] == [1, 1]
+    assert runs[0] != runs[1]
 
 
 def test_settings() -> None:
