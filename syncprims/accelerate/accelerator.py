@@ -102,23 +102,15 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
             text = "split_batches is ignored; pass DataLoaderConfiguration(split_batches=True)"
             warnings.warn(f"Accelerator({split_batches=}): {text}", stacklevel=2)
         data = dataloader_config or DataLoaderConfiguration()
-        variable = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-        plugin = gradient_accumulation_plugin
-        window = plugin or GradientAccumulationPlugin(int(variable) if variable else None)
-        steps = gradient_accumulation_steps
-        if plugin is not None and steps not in (1, window.num_steps or steps):
-            what = f"gradient_accumulation_steps={steps}, and the plugin says {window.num_steps}"
-            raise ValueError(f"{what}; pass one")
+        window = _window(gradient_accumulation_plugin, gradient_accumulation_steps)
         vars(self).update(configuration.named_handlers(kwargs_handlers))
         if self.init_handler is not None and self.init_handler.timeout is not None:
             set_world_timeout(syncprims.current(), self.init_handler.timeout.total_seconds())
-        cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-        chosen = None if cpu else os.environ.get("ACCELERATE_TORCH_DEVICE")
-        device = torch.device(chosen) if chosen else training.rank_device(cpu=cpu)
+        device = _device(cpu)
         mode = getattr(mixed_precision, "value", mixed_precision)  # of an enumeration
         mode = mode or os.environ.get("ACCELERATE_MIXED_PRECISION")
         self.accumulator = Accumulator(
-            window.num_steps or steps,
+            window.num_steps or gradient_accumulation_steps,
             precision=training.Precision(mode, device, scaler=_options(self.scaler_handler)),
             sync_with_dataloader=window.sync_with_dataloader,
             sync_each_batch=window.sync_each_batch,
@@ -324,6 +316,27 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
                 loader.even_batches = even if even_batches is None else even_batches
             stack.enter_context(training.join_uneven_inputs(self.accumulator))
             yield
+
+
+def _window(plugin: Any, steps: int) -> Any:
+    """Return the options of accumulation: `plugin`, or what the environment says.
+
+    :raises ValueError: if `plugin` and `steps` contradict each other.
+    """
+    if plugin is None:
+        variable = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+        return GradientAccumulationPlugin(int(variable) if variable else None)
+    if steps not in (1, plugin.num_steps or steps):
+        what = f"gradient_accumulation_steps={steps}, and the plugin says {plugin.num_steps}"
+        raise ValueError(f"{what}; pass one")
+    return plugin
+
+
+def _device(cpu: bool) -> torch.device:
+    """Return the device that the arguments or the environment choose, else this rank's."""
+    cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    chosen = None if cpu else os.environ.get("ACCELERATE_TORCH_DEVICE")
+    return torch.device(chosen) if chosen else training.rank_device(cpu=cpu)
 
 
 def _options(handler: Any) -> dict[str, Any]:

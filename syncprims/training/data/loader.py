@@ -469,49 +469,51 @@ def prepare_data_loader(
     """
     if isinstance(loader, PreparedLoader):
         return loader
-    ranks = get_world_size()
-    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    dispatched = is_stream if dispatch_batches is None else dispatch_batches
-    _check(loader, dispatched=dispatched and ranks > 1)
-    if is_stream and split_batches and not dispatched:
-        what = "split_batches: a stream of each rank's own (dispatch_batches=False) has no batches"
-        raise ValueError(f"{what} of all ranks; leave one of the two out")
-    drop_last = loader.drop_last
-    plan = ShardPlan(get_rank(), ranks, even_batches, split_batches, drop_last, dispatched)
-    generator = None
-    if order == "torch":
-        mine = _rebuild(loader, plan)
-        generator = None if plan.dispatch else _common_generator(mine)
-        seed = None
-    else:
-        if seed is None:
-            own = loader.generator or getattr(loader.sampler, "generator", None)
-            source: Any = own if isinstance(own, torch.Generator) else torch
-            seed = broadcast(int(source.initial_seed()), name="seed")
-        mine = _rebuild(loader, plan, seed if order == "seedable" else None)
+    dispatched = _is_stream(loader) if dispatch_batches is None else dispatch_batches
+    _check(loader, split_batches, dispatched=dispatched)
+    rank, ranks, drop_last = get_rank(), get_world_size(), loader.drop_last
+    plan = ShardPlan(rank, ranks, even_batches, split_batches, drop_last, dispatched)
+    if order != "torch" and seed is None:
+        seed = _common_seed(loader)
+    mine = _rebuild(loader, plan, seed if order == "seedable" else None)
     return PreparedLoader(
         mine,
         plan,
         device,
-        None if order == "seedable" else seed,
+        seed if order == "seeded" else None,
         loaders or OpenLoaders(),
         non_blocking=non_blocking,
-        generator=generator,
+        generator=_common_generator(mine) if order == "torch" and not dispatched else None,
         skip_finished=skip_finished,
     )
 
 
-def _check(loader: Any, *, dispatched: bool) -> None:
-    """Raise an error if no rank could know its batches of `loader`."""
+def _is_stream(loader: Any) -> bool:
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def _check(loader: Any, split: bool, *, dispatched: bool) -> None:
+    """Raise an error if no rank could know its batches of `loader`, or they cannot be split."""
     if not isinstance(loader, DataLoader):
         what = f"prepare_data_loader() takes a torch DataLoader, and no {type(loader).__name__}"
         raise TypeError(f"{what}; prepare a loader before you skip batches of it")
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         what = f"with in_order=False and {loader.num_workers} workers no rank knows its position"
         raise ValueError(f"{what}; leave in_order out")
-    if dispatched and any(map(sampling.is_sharded, (loader.batch_sampler, loader.sampler))):
+    sharded = any(map(sampling.is_sharded, (loader.batch_sampler, loader.sampler)))
+    if dispatched and sharded and get_world_size() > 1:
         what = "dispatch_batches: rank 0 reads for all, and a DistributedSampler has only its share"
         raise ValueError(f"{what}; remove the sampler, or dispatch_batches")
+    if split and not dispatched and _is_stream(loader):
+        what = "split_batches: a stream of each rank's own (dispatch_batches=False) has no batches"
+        raise ValueError(f"{what} of all ranks; leave one of the two out")
+
+
+def _common_seed(loader: DataLoader[Any]) -> int:
+    """Return the seed of rank 0's generator. Collective."""
+    own = loader.generator or getattr(loader.sampler, "generator", None)
+    source: Any = own if isinstance(own, torch.Generator) else torch
+    return broadcast(int(source.initial_seed()), name="seed")
 
 
 def _common_generator(loader: DataLoader[Any]) -> torch.Generator | None:
@@ -539,7 +541,7 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan, seed: int | None = None) ->
     mine = copy.copy(loader)  # of the same class, whose constructor may take other arguments
     own = vars(mine)  # torch refuses to set these attributes
     own["_iterator"] = None  # workers that persist stay those of `loader`
-    if isinstance(loader.dataset, IterableDataset):
+    if _is_stream(loader):
         return mine
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler: Any = getattr(loader, name)
