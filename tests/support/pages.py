@@ -8,7 +8,8 @@ HTML comments give instructions that readers do not see:
 - ``<!-- ranks: 4 -->`` before a Python block: from here on, blocks run on four ranks in
   threads, in a new namespace; ``<!-- ranks: 4 processes -->``: in processes;
   ``<!-- ranks: 0 -->``: outside a world, as in a test.
-- ``<!-- given: ... -->``: Python that runs first and defines names that the block uses.
+- ``<!-- given: training.py -->``: this file of `docs/given` runs first, and defines names that
+  the block uses.
 - ``<!-- raises: ValueError -->`` before a Python block: it raises this error.
 - ``<!-- exit: 1 -->`` before a console block: its last command ends with this code.
 - ``<!-- slow: reason -->`` before a console block: `make soak` runs it, the tests do not.
@@ -72,8 +73,8 @@ def blocks(page: Path) -> list[Block]:
             found.append(Block(line + 1, match[3], code, marks))
             marks = {}
         elif match[1] == "given":
-            given = match[2]
-            found.append(Block(line, "python", given.strip("\n"), {**marks, "given": ""}))
+            given = (ROOT / "docs/given" / match[2].strip()).read_text()
+            found.append(Block(line, "python", given, {**marks, "given": ""}))
             marks = {}
         elif match[1] == "file" and "\n" in match[2].strip():
             path, _, own = match[2].strip().partition("\n")

@@ -1,0 +1,1 @@
+from syncprims import PeerFailed
