@@ -28,7 +28,7 @@ $(VENV)/core: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/demo: $(VENV)/core
-	$(PIP) scikit-learn
+	$(PIP) numpy scikit-learn
 	@touch $@
 
 $(VENV)/test: $(VENV)/core

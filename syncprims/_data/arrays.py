@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard, cast
 
+from syncprims.errors import BackendUnavailable, install
 from syncprims.interface import own_device_index
 
 # -- kinds of values -----------------------------------------------------------------------------
@@ -27,6 +28,20 @@ def is_dict(value: object) -> TypeGuard[dict[Any, Any]]:
 def is_list_or_tuple(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
     """Return whether `value` is a list or a tuple."""
     return isinstance(value, list | tuple)
+
+
+@functools.cache
+def load_numpy() -> Any:
+    """Return the module numpy.
+
+    :raises BackendUnavailable: if it is not installed.
+    """
+    try:
+        import numpy
+    except ImportError as error:
+        what = "arrays and tensors between ranks need numpy, which is not installed here"
+        raise BackendUnavailable(f"{what}: {install('numpy')}") from error
+    return numpy
 
 
 def is_array(value: object) -> bool:
@@ -147,9 +162,7 @@ class Spec(NamedTuple):
     def make(self, local_rank: int = 0) -> Any:
         """Return such an array, its contents not set; a tensor on this rank's own device."""
         if self.library == "numpy":
-            import numpy
-
-            return numpy.empty(self.shape, self.dtype)
+            return load_numpy().empty(self.shape, self.dtype)
         import torch
 
         device = own_device(self.device, local_rank)
@@ -174,9 +187,7 @@ class Spec(NamedTuple):
     def loaded_dtype(self) -> Any:
         """The dtype object of the library."""
         if self.library == "numpy":
-            import numpy
-
-            return numpy.dtype(self.dtype)
+            return load_numpy().dtype(self.dtype)
         import torch
 
         return getattr(torch, self.dtype)
@@ -238,14 +249,15 @@ def is_computable(dtype: Any) -> bool:
 def flat(obj: Any) -> Any:
     """Return the items of an array in one dimension: the very memory, where that is contiguous.
 
-    As a numpy array if numpy has the dtype and this host has the memory, else as a tensor.
+    As a numpy array if numpy has the dtype and this host has the memory, else as a tensor. Bytes
+    stay a `memoryview`.
     """
-    import numpy
-
+    if isinstance(obj, memoryview):
+        return obj
     if is_array(obj):
         if obj.ndim == 1 and obj.flags.c_contiguous:
             return obj
-        return numpy.ascontiguousarray(obj).reshape(-1)
+        return load_numpy().ascontiguousarray(obj).reshape(-1)
     if not obj.is_contiguous() or obj.is_conj() or obj.is_neg():
         obj = obj.detach().resolve_conj().resolve_neg().contiguous()
     dtype = numpy_dtype(obj.dtype)
@@ -258,6 +270,8 @@ def flat(obj: Any) -> Any:
 
 def raw(vector: Any) -> memoryview:
     """Return the bytes of what :func:`flat` returned."""
+    if isinstance(vector, memoryview):
+        return vector
     import numpy
 
     if not is_array(vector):
@@ -303,10 +317,8 @@ def _memory_from() -> Any:
 @functools.cache
 def numpy_dtype(dtype: Any) -> Any:
     """Return the dtype of numpy that is torch's `dtype`, or None."""
-    import numpy
-
     kind = str(dtype)[6:]
-    return numpy.dtype(kind) if kind in _KNOWN_TO_NUMPY else None
+    return load_numpy().dtype(kind) if kind in _KNOWN_TO_NUMPY else None
 
 
 def up_to_line(size: int) -> int:
@@ -349,6 +361,8 @@ def on_host(obj: Any) -> Any:
 
 def is_fillable(out: Any) -> bool:
     """Return whether writing to what :func:`flat` returns writes to this array."""
+    if isinstance(out, memoryview):
+        return not out.readonly
     if is_array(out):
         return bool(out.flags.c_contiguous and out.flags.writeable)
     return bool(out.is_contiguous() and not out.is_conj() and not out.is_neg())

@@ -186,15 +186,10 @@ def _broadcast_rest(
     if size is None:
         return posted
 
-    def make() -> Any:
-        import numpy
-
-        return numpy.frombuffer(bytearray(payload or size), numpy.uint8)
-
     transport = sequence.attempt(DataPlane.of(sequence.rounds).needed_transport)
-    array = sequence.attempt(make)
-    transport.broadcast(sequence, [array], src)
-    return array.tobytes() if payload is None else payload
+    room = sequence.attempt(lambda: memoryview(payload or bytearray(size)))
+    transport.broadcast(sequence, [room], src)
+    return bytes(room) if payload is None else payload
 
 
 def _values_of(

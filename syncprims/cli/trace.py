@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncprims.errors import ConfigurationError, format_ranks
+from syncprims.errors import BackendUnavailable, ConfigurationError, format_ranks, install
 
 from .console import CommandParser, Style, say, table
 
@@ -36,8 +36,12 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Analyse the run, write the files, print the tables, and return the exit code."""
-    from syncprims.tracing.analysis import analyse
-    from syncprims.tracing.reading import find_runs, read_run
+    try:
+        from syncprims.tracing.analysis import analyse
+        from syncprims.tracing.reading import find_runs, read_run
+    except ImportError as error:
+        what = "reading traces needs numpy, which is not installed here"
+        raise BackendUnavailable(f"{what}: {install('trace')}") from error
 
     folders = {folder.name: folder for folder in find_runs(options.dir)}
     chosen = options.name or [*folders][-1]
