@@ -1,62 +1,16 @@
 """Synchronization primitives for distributed training scripts, with interchangeable backends.
 
-Nothing happens on import. The first primitive starts the world from the environment; which backend
-it runs on is chosen by ``SYNCPRIMS_BACKEND``.
+Nothing happens on import, not even the import of the rest: the first name that is asked for loads
+it. The first primitive starts the world from the environment; which backend it runs on is chosen by
+``SYNCPRIMS_BACKEND``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False  # to type checkers, as typing's, which is slow to import
 
-from syncprims._api.collectives import (
-    all_gather,
-    all_ranks,
-    all_reduce,
-    any_rank,
-    assert_same,
-    barrier,
-    broadcast,
-    get_local_rank,
-    get_local_world_size,
-    get_node_rank,
-    get_num_nodes,
-    get_rank,
-    get_world_size,
-    group,
-    in_turn,
-    is_last,
-    is_local_main,
-    is_main,
-    main_first,
-    split,
-)
-from syncprims._api.decorators import on_last, on_local_main, on_local_rank, on_main, on_rank
-from syncprims._api.elastic import hand_over, reform
-from syncprims._api.output import get_logger, print_main, progress
-from syncprims._api.trigger import Trigger, check_trigger, set_trigger
-from syncprims._world.group import Group
-from syncprims._world.runtime import current, init, shutdown
-from syncprims._world.world import Change, World, version
-from syncprims.errors import (
-    BackendUnavailable,
-    CheckpointError,
-    CollectiveMismatch,
-    ConcurrentCall,
-    ConfigurationError,
-    EncodingError,
-    Evicted,
-    Failure,
-    ForkedProcess,
-    PeerFailed,
-    PeerLost,
-    RankMismatch,
-    SharedMemoryError,
-    SyncError,
-    SyncTimeout,
-    SyncWarning,
-    WorldClosed,
-)
-from syncprims.interface import Topology
+if TYPE_CHECKING:
+    from syncprims._api import *  # noqa: F403
 
 __all__ = [  # noqa: RUF022 - in the order of the reference
     "init", "shutdown", "current", "World", "Topology", "version",
@@ -77,7 +31,13 @@ __version__: str  #: the installed release
 
 if not TYPE_CHECKING:  # where every misspelt name would become a str
 
-    def __getattr__(name: str) -> str:
-        if name == "__version__":  # reading it is slow: not at import
-            return version()
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        if name not in __all__ and name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from syncprims import _api
+
+        globals().update((public, getattr(_api, public)) for public in __all__)
+        return _api.version() if name == "__version__" else globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

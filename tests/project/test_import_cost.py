@@ -17,7 +17,12 @@ def loaded_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["syncprims", "syncprims.cli", "syncprims._world.runtime"])
+def test_import_loads_nothing_else() -> None:
+    new = loaded_after("import syncprims") - loaded_after("pass")
+    assert new - {"__future__"} == {"syncprims"}
+
+
+@pytest.mark.parametrize("module", ["syncprims._api", "syncprims.cli", "syncprims._world.runtime"])
 def test_import_loads_the_standard_library_only(module: str) -> None:
     new = loaded_after(f"import {module}") - loaded_after("pass")
     own = {name for name in new if name.split(".")[0] == "syncprims"}

@@ -66,7 +66,7 @@ def _flags(command: argparse.ArgumentParser, name: str) -> Generator[str]:
 def _of_module(name: str, told: set[type]) -> Generator[str]:
     module = importlib.import_module(name)
     for public in sorted(getattr(module, "__all__", _offered(module))):
-        thing = vars(module)[public]
+        thing = getattr(module, public)
         if public.startswith("_") or inspect.ismodule(thing) or not _ours(thing):
             continue
         if inspect.isclass(thing):
