@@ -260,8 +260,14 @@ def random_ties(seed: int) -> tuple[Any, list[Delay]]:
     return program, delays
 
 
-@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(400), marks=pytest.mark.soak)])
-def test_random_programs_with_ties_agree_with_a_search_through_all_orders(seeds: range) -> None:
+#: Seeds whose ties a search misses that takes an awaited post to come first before any deadline.
+TIES = [21, 24, 30, 47, 65, 80]
+
+
+@pytest.mark.parametrize("seeds", [TIES, pytest.param(range(400), marks=pytest.mark.soak)])
+def test_random_programs_with_ties_agree_with_a_search_through_all_orders(
+    seeds: Sequence[int],
+) -> None:
     several = 0
     for seed in seeds:
         program, delays = random_ties(seed)
