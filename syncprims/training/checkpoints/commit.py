@@ -11,7 +11,6 @@ lists the others.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import secrets
@@ -90,9 +89,6 @@ class Place(NamedTuple):
         """
         (parent, name), token = os.path.split(path), secrets.token_hex(8)
         if filesystem.exists(path):
-            if not filesystem.is_directory(path):
-                what = "this exists, and is not a directory"
-                raise OSError(errno.ENOTDIR, what, path)
             # Empty or not, it stays: it may be a mount, or have access rights of its own.
             stack.callback(filesystem.DirectoryLock(path).release)
             return cls(path, path, filesystem.names(path), token)
