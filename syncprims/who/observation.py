@@ -22,7 +22,7 @@ from syncprims.errors import BackendUnavailable, ConfigurationError, name_ranks
 from syncprims.interface import Status
 
 from . import processes
-from .processes import ProcessSample, uses_torch
+from .processes import ProcessSample, may_spin
 from .verdict import (
     MOST_NAMED,
     NOTABLE,
@@ -88,19 +88,6 @@ class _Look(NamedTuple):
     samples: Mapping[int, ProcessSample]
 
 
-class _Stand(NamedTuple):
-    """A rank in one line of torch's collectives, without going on."""
-
-    line: str
-    rounds: int
-    since: ProcessSample  #: the first look at it there
-
-    @property
-    def collective(self) -> str:
-        """The function that it has called."""
-        return self.line.rpartition(", in ")[2]
-
-
 def who(
     which: str | int | os.PathLike[str] | None = None,
     *,
@@ -137,8 +124,11 @@ class Observation:
     _before: dict[str, _Look] = field(default_factory=dict[str, _Look])
     _lines: dict[int, str] = field(default_factory=dict[int, str])
     _lines_at: float = -math.inf
-    #: By world: the ranks that stand in collectives of torch.
-    _in_torch: dict[str, dict[int, _Stand]] = field(default_factory=dict[str, Any])
+    #: By world: the ranks in collectives of torch, each with its line and rounds, and the first
+    #: look at it there.
+    _in_torch: dict[str, dict[int, tuple[Any, ProcessSample]]] = field(
+        default_factory=dict[str, Any]
+    )
 
     def __post_init__(self) -> None:
         self._readers = self._find()
@@ -251,47 +241,47 @@ class Observation:
     def _look_into_torch(self, report: WorldReport, before: _Look, now: _Look) -> WorldReport:
         """Return the report of a world, some of whose ranks stand in collectives of torch.
 
-        Nothing but their lines shows that. A rank stands there if it is in the same line as at the
+        Nothing but their lines shows that. A rank stands there if it was in the same line at the
         look before, and has not gone on meanwhile.
         """
-        known = self._in_torch.pop(report.path, None)
+        known = self._in_torch.pop(report.path, {})
         pids = {row.rank: row.pid for row in report.ranks if row.state in _ALONE and row.pid}
-        if before is now or not pids:
+        if not any(map(processes.uses_torch, pids.values())):
             return report
         lines = self._read_lines(pids.values())
-        stands = self._in_torch[report.path] = _find_stands(report, known or {}, lines, now)
-        waited = {rank: now.samples[rank].at - one.since.at for rank, one in stands.items()}
-        if not any(waited.values()) and (known is not None or not stands):
-            is_blind = not lines and any(map(uses_torch, pids.values()))
-            if is_blind and report.verdict.kind == "moving":
-                why = "whether one waits in torch is not seen, since py-spy cannot read them here"
-                text = f"no rank waits in a call of this library; {why}"
-                report = report._replace(verdict=report.verdict._replace(text=text))
+        if not lines and report.verdict.kind == "moving":
+            why = "whether one waits in torch is not seen, since py-spy cannot read them here"
+            text = f"no rank waits in a call of this library; {why}"
+            return report._replace(verdict=report.verdict._replace(text=text))
+        stands, waited = self._in_torch.setdefault(report.path, {}), dict[int, float]()
+        for rank, pid in pids.items():
+            line, sample = lines.get(pid, ""), now.samples[rank]
+            if line.endswith(processes.IN_TORCH):
+                place = line, report.ranks[rank].rounds
+                old, since = known.get(rank, (None, sample))
+                stays = place == old and not since.goes_on(sample, may_spin=may_spin(pid, line))
+                stands[rank] = place, since if stays else sample
+                waited[rank] = sample.at - stands[rank][1].at
+        if not any(waited.values()):
             return report
         longest = max(waited, key=lambda rank: (waited[rank], -rank))
-        place = stands[longest].collective
-        inside = [rank for rank, one in stands.items() if one.collective == place]
+        collective = lines[pids[longest]].rpartition(", in ")[2]
+        inside = [rank for rank in stands if lines[pids[rank]].endswith(f", in {collective}")]
         outside = [
             row for row in report.ranks if row.rank not in inside and row.state != "elsewhere"
         ]
         if not outside and any(
-            now.samples[rank].beside - stands[rank].since.beside > _MOVES * waited[rank]
+            now.samples[rank].beside - stands[rank][1].beside > _MOVES * waited[rank]
             for rank in inside
         ):
             return report  # other threads of theirs carry the data
-        doing = {
-            rank: f"in {lines[pid]}"
-            if rank in stands
-            else _describe(rank, before, now, lines.get(pid, ""))
-            for rank, pid in pids.items()
-        }
+        doing = {r: _describe(r, before, now, lines.get(pid, "")) for r, pid in pids.items()}
         who = "all ranks here have" if not outside else subject(inside)
-        text = f"{who} been in {place} for {waited[longest]:.1f} s or longer"
+        text = f"{who} been in {collective} for {waited[longest]:.1f} s or longer"
         if outside:
             text += f", and {name_ranks([row.rank for row in outside])} not"
         for row in outside[:MOST_NAMED]:
-            how = row.state if row.state not in _ALONE else doing.get(row.rank) or row.state
-            text += f"\n  rank {row.rank}: {how}"
+            text += f"\n  rank {row.rank}: {doing.get(row.rank) or row.state}"
         if report.verdict.kind != "moving":
             text = f"{report.verdict.text}\n{text}"
         faults = [row.rank for row in outside if row.rank not in stands]
@@ -312,22 +302,6 @@ class Observation:
                     theirs = f"its process {worker} is in {lines[worker]}"  # as of a loader
                     lines[pid] = f"{lines.get(pid, 'C')}; {theirs}"
         return lines
-
-
-def _find_stands(
-    report: WorldReport, known: Mapping[int, _Stand], lines: Mapping[int, str], now: _Look
-) -> dict[int, _Stand]:
-    """Return the ranks that are in a collective of torch, each since it has not gone on there."""
-    stands: dict[int, _Stand] = {}
-    for row in report.ranks:
-        sample, line = now.samples.get(row.rank), lines.get(row.pid or -1, "")
-        if row.state not in _ALONE or sample is None or not line.endswith(processes.IN_TORCH):
-            continue
-        stand = known.get(row.rank)
-        if stand is None or stand[:2] != (line, row.rounds) or stand.since.goes_on(sample, line):
-            stand = _Stand(line, row.rounds, sample)
-        stands[row.rank] = stand
-    return stands
 
 
 def _describe(rank: int, before: _Look, now: _Look, line: str) -> str:

@@ -48,10 +48,9 @@ _OF_TORCH = r"/torch/(distributed|nn/parallel|autograd|cuda)/"  # files of its c
 #: How the line of a process ends that is in a collective of torch.
 IN_TORCH = " of torch"
 _LONGEST_PATH = 256  # bytes
-#: In a line of the program, calls of C in which ranks wait for the others' collectives.
-_WAITS_IN_C = re.compile(r"\.(wait|get|item|tolist|cpu|synchronize)\(")
-#: Of them, those that look again and again: at the store, at most so many times a second.
-_POLLING, _MOST_POLLS = (f"wait{IN_TORCH}", f"get{IN_TORCH}"), 150.0
+#: Methods in C that wait for the others' collectives, by the system call that they wait in.
+_WAITS_IN_C = {"futex": "wait", "poll": "wait|get", "recvfrom": "wait|get"}
+_WAITS_ON_DEVICE = "wait|item|tolist|cpu|synchronize"  # where NCCL has queued the collectives
 _MOST_STACKS = 64  # of one look
 _STACK_TIMEOUT = 5.0  # seconds
 
@@ -72,17 +71,14 @@ class ProcessSample(NamedTuple):
         """The processor time of its other threads."""
         return self.seconds - self.main_seconds
 
-    def goes_on(self, now: ProcessSample, line: str) -> bool:
-        """Return whether the main thread, which was in this line at both times, has gone on.
+    def goes_on(self, now: ProcessSample, *, may_spin: bool) -> bool:
+        """Return whether the main thread, which was in one line at both times, has gone on.
 
-        One that waits for others never wakes, and one that spins, for a device, never sleeps. So a
-        loop of short collectives is no wait, and neither is a backward pass that computes.
+        One that waits for others never wakes, and computes nothing unless it spins for a device.
         """
-        seconds = now.at - self.at
-        computes = now.main_seconds - self.main_seconds > 0.05 + 0.02 * seconds
-        most = _MOST_POLLS * seconds if line.endswith(_POLLING) else 1
-        in_backward = line.endswith(f"backward{IN_TORCH}")
-        return now.switches - self.switches > most or (computes and in_backward)
+        most = 0.05 + 0.02 * (now.at - self.at)
+        computes = now.main_seconds - self.main_seconds > most
+        return now.switches - self.switches > 1 or (computes and not may_spin)
 
 
 def sample(pid: int) -> ProcessSample:
@@ -169,6 +165,15 @@ def uses_torch(pid: int) -> bool:
     return "libtorch" in _read(f"/proc/{pid}/maps")
 
 
+def may_spin(pid: int, line: str = "") -> bool:
+    """Return whether a process may compute while it waits for others: NCCL looks at a device.
+
+    Not in a backward pass, which launches kernels.
+    """
+    names = (_read(f"{thread}/comm") for thread in Path(f"/proc/{pid}/task").glob("*"))
+    return not line.endswith(f"backward{IN_TORCH}") and any("pt_nccl" in name for name in names)
+
+
 def python_lines(pids: Iterable[int]) -> dict[int, str]:
     """Return in which function and line of the user's program these processes are, where known.
 
@@ -191,8 +196,9 @@ def _python_line(program: str, pid: int) -> str:
         line = innermost(main["frames"])
         leaf = main["frames"][0]
         if not line.endswith(IN_TORCH) and not re.search(_INSTALLED, leaf["filename"]):
-            file = f"/proc/{pid}/root{leaf['filename']}"
-            waits = _WAITS_IN_C.search(linecache.getline(file, leaf["line"]))
+            source = linecache.getline(f"/proc/{pid}/root{leaf['filename']}", leaf["line"])
+            calls = _WAITS_ON_DEVICE if may_spin(pid) else _WAITS_IN_C.get(_system_call(pid))
+            waits = calls and re.search(rf"\.({calls})\(", source)
             line += f", in {waits[1]}{IN_TORCH}" if waits and uses_torch(pid) else ""
         return line
     except (OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError):

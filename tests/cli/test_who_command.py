@@ -108,42 +108,68 @@ sp.barrier("start")
 rank, one = sp.get_rank(), torch.zeros(1)
 store = "file://" + sys.argv[1]
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=3)
-if sys.argv[2] == "loop":
-    dist.all_reduce(one)
-    sp.barrier("loop")
-    while True: dist.all_reduce(one)
-if rank == 0: dist.all_reduce(one)
+if sys.argv[2] == "backward":
+    replicas = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    loss = replicas(one).sum()
+    if rank != 1: loss.backward()
+elif rank == 0: dist.all_reduce(one)
 if rank == 1: time.sleep(1000)
 dist.all_reduce(one, async_op=True).wait()
 """
 
+#: Nobody waits: ranks make collectives one after the other, or compute with lines that may wait.
+MOVES_IN_TORCH = """
+import sys, time
+import torch, torch.distributed as dist
+import syncprims as sp
+rank, many = sp.get_rank(), torch.ones(300, 300)
+store = "file://" + sys.argv[1]
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=3)
+dist.all_reduce(many)
+sp.barrier("loop")
+while sys.argv[2] == "collectives": dist.all_reduce(many)
+if rank == 1: time.sleep(1000)
+while True: (many @ many).sum().item()
+"""
 
-@pytest.mark.parametrize("mode", ["hang", "loop"])
-def test_ranks_that_hang_in_collectives_of_torch_are_stuck(mode: str, tmp_path: Path) -> None:
+
+def torch_job(tmp_path: Path, source: str, mode: str) -> Any:
     pytest.importorskip("torch")
     if find_py_spy() is None:
         pytest.skip("only py-spy shows where they are")
     run = [*RUN[:-2], "3", "--grace", "1", RUN[-1], str(tmp_path / "store"), mode]
-    with job(tmp_path, run, HANGS_IN_TORCH) as started:
+    return job(tmp_path, run, source, OMP_NUM_THREADS="1")
 
-        def is_there(report: Any) -> bool:
-            if mode == "loop":
-                return "'loop'" in str(report.last_barrier)
-            return (report.verdict.kind, report.verdict.waiting_for) == ("torch", [1])
 
-        await_report(started.pid, is_there, stuck_after=1000)
+@pytest.mark.parametrize("mode", ["all_reduce", "backward"])
+def test_ranks_that_hang_in_collectives_of_torch_are_stuck(mode: str, tmp_path: Path) -> None:
+    with torch_job(tmp_path, HANGS_IN_TORCH, mode) as started:
+        await_report(
+            started.pid,
+            lambda r: (r.verdict.kind, r.verdict.waiting_for) == ("torch", [1]),
+            stuck_after=1000,
+        )
         printed = command(str(started.pid), "--stuck-after", "1")
         started.terminate()
-    if mode == "loop":
-        assert (printed.returncode, "all is moving" in printed.stdout) == (0, True), printed
-        return
     assert printed.returncode == 3, printed
-    found = re.search(r"\nrank (\d) has been in (\w+) of torch for 1", printed.stdout)
+    found = re.search(r"\n(.*) been in (\w+) of torch for 1", printed.stdout)
     assert found, printed
-    assert found.groups() in [("0", "all_reduce"), ("2", "wait")]
+    first = {"all_reduce": "rank 0 has", "backward": "ranks [0, 2] have"}[mode]
+    assert found.groups() in [(first, mode), ("rank 2 has", "wait")]
     assert "\n  rank 1: sleeps in " in printed.stdout
-    assert "in <module> (job.py:13), in all_reduce of torch" in printed.stdout
-    assert "in <module> (job.py:15), in wait of torch" in printed.stdout
+    line = {"all_reduce": 13, "backward": 12}[mode]
+    assert f"in <module> (job.py:{line}), in {mode} of torch" in printed.stdout
+    if mode == "all_reduce":
+        assert "in <module> (job.py:15), in wait of torch" in printed.stdout
+
+
+@pytest.mark.parametrize("mode", ["collectives", "alone"])
+def test_ranks_that_go_on_in_torch_are_not_stuck(mode: str, tmp_path: Path) -> None:
+    with torch_job(tmp_path, MOVES_IN_TORCH, mode) as started:
+        await_report(started.pid, lambda r: "'loop'" in str(r.last_barrier))
+        printed = command(str(started.pid), "--stuck-after", "1")
+        started.terminate()
+    assert (printed.returncode, "all is moving" in printed.stdout) == (0, True), printed
 
 
 def test_a_run_is_found_where_open_files_are_not_listed(
