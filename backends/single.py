@@ -19,6 +19,7 @@ class SingleBackend(Backend):
     def __init__(self, topology: Topology, settings: Settings) -> None:
         self.check(topology, settings)
         super().__init__(topology, settings)
+        self._decisions: dict[str, str] = {}
 
     @classmethod
     def check(cls, topology: Topology, settings: Settings) -> None:
@@ -32,6 +33,10 @@ class SingleBackend(Backend):
     def board(self, members: Sequence[int], name: str = "") -> SingleBoard:
         """Return a board for this process alone."""
         return SingleBoard(members, name)
+
+    def decide(self, name: str, value: str = "") -> str:
+        """Return the decision of this process."""
+        return self._decisions.setdefault(name, value) if value else self._decisions.get(name, "")
 
     def close(self, failure: bytes | None = None) -> None:
         """Leave; there are no other ranks."""

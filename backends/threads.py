@@ -15,14 +15,16 @@ from typing import Literal, NoReturn, Protocol
 
 from syncprims.errors import ConfigurationError, load
 from syncprims.interface import (
+    NOTHING,
+    Awaited,
     Backend,
     Board,
     Label,
     Note,
     Settings,
-    Slots,
     State,
     Status,
+    Topic,
     Topology,
     Window,
     ends_round,
@@ -59,37 +61,36 @@ class RankScheduler(Protocol):
 
 
 class SharedWorld:
-    """The state that the ranks of one world share. The first number of a rank is its slot."""
+    """The state that the processes of one world share: threads, by the number of each."""
 
-    def __init__(self, scheduler: RankScheduler, slots: Sequence[int]) -> None:
+    def __init__(self, scheduler: RankScheduler, members: Sequence[int]) -> None:
         self.scheduler = scheduler
-        self.slots = tuple(slots)  #: by rank, in the newest epoch
+        self.members = tuple(members)  #: by rank, in the newest epoch
         self.boards: dict[_BoardKey, _SharedBoard] = {}
         #: Where a thread waits; with the call if it waits for the first of several notes.
-        self.waiting: dict[ThreadBoard | _ReformWait, str] = {}
-        #: of each slot: the state, how it ended, and the failure it left
+        self.waiting: dict[ThreadBoard | _OtherWait, str] = {}
+        #: of each process: the state, how it ended, and the failure it left
         self.states: dict[int, tuple[State, str, bytes]] = {}
-        self.ended: set[int] = set()  #: slots
-        self.words: dict[int, bytes] = {}  #: that ranks have published
-        self.calls: dict[int, bytes] = {}  #: of `reform`
+        self.ended: set[int] = set()  #: processes
+        self.published: dict[tuple[Topic, int], bytes] = {}
         self.decisions: dict[str, str] = {}
 
-    def state(self, slot: int) -> tuple[State, str, bytes]:
-        """Return the state of a slot."""
-        return self.states.get(slot, ("unknown", "", b""))
+    def state(self, process: int) -> tuple[State, str, bytes]:
+        """Return the state of a process."""
+        return self.states.get(process, ("unknown", "", b""))
 
-    def lose(self, slot: int, detail: str) -> None:
+    def lose(self, process: int, detail: str) -> None:
         """Show a rank to the others as dead from now on, whatever it still does."""
-        self.scheduler.access(slot, _ENDS, "post")
-        self.states[slot] = "lost", detail, b""
-        self.ended.add(slot)
+        self.scheduler.access(process, _ENDS, "post")
+        self.states[process] = "lost", detail, b""
+        self.ended.add(process)
 
-    def leave(self, slot: int, failure: bytes | None) -> None:
+    def leave(self, process: int, failure: bytes | None) -> None:
         """Show to the others how a rank has ended."""
-        if self.states[slot][0] == "alive":
-            self.scheduler.access(slot, _ENDS, "post")
-            self.states[slot] = "finished" if failure is None else "failed", "", failure or b""
-            self.ended.add(slot)
+        if self.states[process][0] == "alive":
+            self.scheduler.access(process, _ENDS, "post")
+            self.states[process] = "finished" if failure is None else "failed", "", failure or b""
+            self.ended.add(process)
 
 
 class _SharedBoard:
@@ -113,22 +114,26 @@ class ThreadBackend(Backend):
     name = "threads"
     spans_hosts = True  # as far as a test pretends
     detects_death = True
+    can_reform = True
 
     def __init__(
         self,
         topology: Topology,
         settings: Settings,
         world: SharedWorld | None = None,
-        slot: int = 0,
+        process: int = 0,
     ) -> None:
         if world is None:
             self.check(topology, settings)
         super().__init__(topology, settings)
         self._world = world
         self.host = str(topology.node_rank)  # that a test pretends
-        self.slots = self._slots = ThreadSlots(self, world, slot)
-        world.states[slot] = "alive", "", b""
-        world.scheduler.access(slot, _JOINS, "post")
+        self.process = process
+        self.members = world.members
+        self._access = partial(world.scheduler.access, process)
+        self._until = math.inf  # of the last wait for what is published
+        world.states[process] = "alive", "", b""
+        self._access(_JOINS, "post")
 
     @classmethod
     def check(cls, topology: Topology, settings: Settings) -> NoReturn:
@@ -139,165 +144,135 @@ class ThreadBackend(Backend):
         )
 
     @classmethod
-    def shared_world(cls, scheduler: RankScheduler, slots: Sequence[int]) -> SharedWorld:
-        """Return what the ranks of a new world share; `slots` are their threads, by rank."""
-        return SharedWorld(scheduler, slots)
+    def shared_world(cls, scheduler: RankScheduler, members: Sequence[int]) -> SharedWorld:
+        """Return what the ranks of a new world share; `members` are their threads, by rank."""
+        return SharedWorld(scheduler, members)
 
     def board(self, members: Sequence[int], name: str = "") -> ThreadBoard:
         """Return the board `name` of `members`."""
-        key = self._slots.epoch, tuple(members), name
-        return ThreadBoard(key, self.topology.rank, self._world, self._slots.members)
+        key = self.epoch, tuple(members), name
+        return ThreadBoard(key, self.topology.rank, self._world, self.members)
 
     def close_board(self, board: Board) -> None:
         """Leave the board; it ends with its last member."""
-        key = self._slots.epoch, board.members, board.name
+        key = self.epoch, board.members, board.name
         shared = self._world.boards.get(key)  # None: others are in a new epoch
         if shared is not None:
             shared.left += 1
             if shared.left == len(board.members):
                 del self._world.boards[key]
 
-    def wait_any(
-        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None, call: str
-    ) -> bool:
-        """Run other ranks until ``ready()``, one of these boards is broken, or the time is up."""
-        own = [board for board in boards if isinstance(board, ThreadBoard)]
+    def decide(self, name: str, value: str = "") -> str:
+        """Return the decision; another rank may be faster."""
+        decisions = self._world.decisions
+        if not value:
+            self._access(("decision", name), "read")
+            return decisions.get(name, "")
+        with self._world.scheduler.inside(self.process):
+            self._world.scheduler.step(self.process)
+            self._access(("decision", name), "write")
+            return decisions.setdefault(name, value)
+
+    def publish(self, topic: Topic, value: bytes) -> None:
+        """Make `value` readable for others; of a call of `reform`, another may be faster."""
+        place = topic, self.process
+        if topic != "reform":
+            self._world.published[place] = value
+            return
+        with self._world.scheduler.inside(self.process):
+            self._world.scheduler.step(self.process)
+            self._access(place, "post")
+            self._world.published[place] = value
+
+    def published(self, topic: Topic, process: int) -> bytes:
+        """Return the latest value of `process`."""
+        place, published = (topic, process), self._world.published
+        if topic == "reform":
+            awaited = place in published and self._world.scheduler.now() < self._until
+            self._access(place, "collect" if awaited else "read")
+        return published.get(place, b"")
+
+    def wait(self, ready: Callable[[], bool], until: float, awaited: Awaited = NOTHING) -> bool:
+        """Run other ranks until ``ready()``, one of the boards is broken, or the time is up.
+
+        :raises SyncError: if all wait for each other, and this one at no board.
+        """
         scheduler, waiting = self._world.scheduler, self._world.waiting
-        until = scheduler.now() + (math.inf if timeout is None else timeout)
+        own = [board for board in awaited.boards if isinstance(board, ThreadBoard)]
+        other = _OtherWait(self, awaited)
+        waits: dict[ThreadBoard | _OtherWait, str] = {other: ""}
+        if own:
+            waits = dict.fromkeys(own, awaited.call)
+        else:
+            self._until = until
 
         def settled() -> bool:
-            return ready() or any(board.verdict() is not None for board in own)
+            return ready() or any(wait.verdict() is not None for wait in waits)
 
-        with scheduler.inside(self._slots.own):
-            waiting.update(dict.fromkeys(own, call))
+        with scheduler.inside(self.process):
+            waiting.update(waits)
             try:
-                scheduler.wait(self._slots.own, settled, until)
+                scheduler.wait(self.process, settled, until)
             finally:
-                for board in own:
-                    waiting.pop(board, None)
+                for wait in waits:
+                    waiting.pop(wait, None)
             # Which of them is the first makes an order, and so does whether any is in time.
             for board in own if len(own) > 1 or scheduler.now() >= until else ():
-                scheduler.access(self._slots.own, board.key, "read")
+                self._access(board.key, "read")
+        verdict = other.verdict()
+        if verdict is not None:
+            raise load(verdict)
         return ready()
+
+    def state(self, process: int) -> State:
+        """Return the state of `process`."""
+        self._access(_ENDS, "read")
+        return self._world.state(process)[0]
+
+    def arrived(self) -> list[int]:
+        """Return the processes whose threads wait to join."""
+        self._access(_JOINS, "read")
+        living = (
+            process for process in sorted(self._world.states) if self.state(process) == "alive"
+        )
+        return [process for process in living if process not in self.members]
+
+    def enter(self, epoch: int, members: Sequence[int], topology: Topology) -> None:
+        """Use the boards of this epoch from now on."""
+        super().enter(epoch, members, topology)
+        for key in [key for key in self._world.boards if key[0] < epoch]:
+            del self._world.boards[key]
+        self._world.members = self.members
+        self.publish("waits", b"")
 
     def close(self, failure: bytes | None = None) -> None:
         """Publish how this rank ends."""
-        self._world.leave(self._slots.own, failure)
-
-    def publish(self, word: bytes) -> None:
-        """Make `word` readable for others."""
-        self._world.words[self._slots.own] = word
-
-    def published(self, rank: int) -> bytes:
-        """Return the latest word of `rank`."""
-        return self._world.words.get(self._slots.members[rank], b"")
-
-    def begin_epoch(self, epoch: int, topology: Topology) -> None:
-        """Use the boards of this epoch from now on."""
-        for key in [key for key in self._world.boards if key[0] < epoch]:
-            del self._world.boards[key]
-        self.topology = topology
-        self._world.slots = self._slots.members
-        self.publish(b"")
+        self._world.leave(self.process, failure)
 
 
-class ThreadSlots(Slots):
-    """The ranks of one world, each with the number it started with."""
-
-    def __init__(self, backend: ThreadBackend, world: SharedWorld, slot: int) -> None:
-        self.own = slot
-        self.members = world.slots
-        self.most = len(world.slots)
-        self.open = backend.settings.elastic
-        self._backend = backend
-        self._world = world
-        self._access = partial(world.scheduler.access, slot)
-        self._until = math.inf  # of the last wait
-
-    def publish_call(self, call: bytes) -> None:
-        """Publish the call; another rank may be faster."""
-        with self._world.scheduler.inside(self.own):
-            self._world.scheduler.step(self.own)
-            self._access(("call", self.own), "post")
-            self._world.calls[self.own] = call
-
-    def call_of(self, slot: int) -> bytes:
-        """Return the last call of `slot`."""
-        awaited = slot in self._world.calls and self.now() < self._until
-        self._access(("call", slot), "collect" if awaited else "read")
-        return self._world.calls.get(slot, b"")
-
-    def state(self, slot: int) -> State:
-        """Return the state of `slot`."""
-        self._access(_ENDS, "read")
-        return self._world.state(slot)[0]
-
-    def waiting(self) -> list[int]:
-        """Return the slots whose threads wait to join."""
-        self._access(_JOINS, "read")
-        living = (slot for slot in sorted(self._world.states) if self.state(slot) == "alive")
-        return [slot for slot in living if slot not in self.members]
-
-    def decided(self, name: str) -> str | None:
-        """Return the decision `name`."""
-        self._access(("decision", name), "read")
-        return self._world.decisions.get(name)
-
-    def decide(self, name: str, word: str) -> str:
-        """Decide, unless another rank is faster."""
-        with self._world.scheduler.inside(self.own):
-            self._world.scheduler.step(self.own)
-            self._access(("decision", name), "write")
-            return self._world.decisions.setdefault(name, word)
-
-    def wait(
-        self, ready: Callable[[], bool], timeout: float, missing: Callable[[], Sequence[int]]
-    ) -> None:
-        """Run other ranks meanwhile.
-
-        :raises SyncError: if all wait for each other.
-        """
-        scheduler, waiting = self._world.scheduler, self._world.waiting
-        until = self._until = scheduler.now() + timeout
-        wait = _ReformWait(self, missing)
-        with scheduler.inside(self.own):
-            waiting[wait] = ""
-            try:
-                scheduler.wait(self.own, lambda: wait.verdict is not None or ready(), until)
-            finally:
-                waiting.pop(wait, None)
-        if wait.verdict is not None:
-            raise load(wait.verdict)
-
-    def enter(self, epoch: int, topology: Topology) -> None:
-        """Begin the epoch."""
-        self.epoch = epoch
-        self._backend.begin_epoch(epoch, topology)
-
-    def now(self) -> float:
-        """Return the virtual time."""
-        return self._world.scheduler.now()
-
-
-class _ReformWait:
-    """A wait in `reform`, as a search for deadlocks sees it: like one at a board."""
+class _OtherWait:
+    """A wait at no board, as a search for deadlocks sees it: like one at a board."""
 
     name = ""
-    verdict: bytes | None = None
 
-    def __init__(self, slots: ThreadSlots, missing: Callable[[], Sequence[int]]) -> None:
-        self.rank = slots.members.index(slots.own) if slots.own in slots.members else slots.own
-        self.members = tuple(range(len(slots.members)))
-        self._slots, self._missing = slots, missing
+    def __init__(self, backend: ThreadBackend, awaited: Awaited) -> None:
+        self._processes, self._awaited = backend.members, awaited
+        own = backend.process
+        self.rank = self._processes.index(own) if own in self._processes else own
+        self.members = tuple(range(len(self._processes)))
+        self._verdict: bytes | None = None
 
     def missing(self) -> set[int]:
-        return {self._slots.members.index(slot) for slot in self._missing()}
+        return {self._processes.index(process) for process in self._awaited.missing()}
 
     def status(self, rank: int) -> Status:
-        return Status(label=Label("reform"))
+        return Status(label=Label(self._awaited.call))
 
     def abort(self, verdict: bytes) -> None:
-        self.verdict = verdict
+        self._verdict = verdict
+
+    def verdict(self) -> bytes | None:
+        return self._verdict
 
 
 class ThreadBoard(Board):
@@ -305,12 +280,14 @@ class ThreadBoard(Board):
 
     virtual_time = True
 
-    def __init__(self, key: _BoardKey, rank: int, world: SharedWorld, slots: Sequence[int]) -> None:
+    def __init__(
+        self, key: _BoardKey, rank: int, world: SharedWorld, processes: Sequence[int]
+    ) -> None:
         _, members, name = key
         super().__init__(members, name)
         self.rank = rank  #: whose view of the board this is
-        self._slots = slots  # by rank
-        self._own = slots[rank]
+        self._processes = processes  # by rank
+        self._own = processes[rank]
         self._world = world
         self._scheduler = world.scheduler
         self.key = key
@@ -379,11 +356,11 @@ class ThreadBoard(Board):
         """Return whether it never will be complete."""
         if self.verdict() is not None:
             return True
-        ended, slots = self._world.ended, self._slots
+        ended, processes = self._world.ended, self._processes
         return bool(ended) and any(
-            ends_round(self._world.state(slots[member])[0], member in self.missing())
+            ends_round(self._world.state(processes[member])[0], member in self.missing())
             for member in self.members
-            if slots[member] in ended
+            if processes[member] in ended
         )
 
     def _settled(self) -> bool:
@@ -400,7 +377,7 @@ class ThreadBoard(Board):
         self._access(_ENDS, "read")
         shared = self._shared
         return Status(
-            shared.posted[rank], shared.last.get(rank), *self._world.state(self._slots[rank])
+            shared.posted[rank], shared.last.get(rank), *self._world.state(self._processes[rank])
         )
 
     def abort(self, verdict: bytes) -> None:

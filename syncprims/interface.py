@@ -23,7 +23,7 @@ __all__ = [  # noqa: RUF022 - in the order of this file
     "UNKNOWN", "Topology", "Settings", "own_device_index",
     "Label", "MARKS", "Mark", "Note",
     "State", "ends_round", "Status", "Window", "WaitView", "Engine", "DeviceEngine",
-    "Board", "Slots", "Backend",
+    "Board", "Topic", "Awaited", "NOTHING", "Backend",
 ]  # fmt: skip
 
 
@@ -200,8 +200,8 @@ class Note(NamedTuple):
 # -- the contract: what a backend offers -----------------------------------------------------------
 
 
-_WAIT_ANY_PAUSE = 0.005  # seconds, at most, between two looks at several boards
-_WAIT_ANY_INFORM = 0.01  # seconds after which their statuses are updated before each look
+_LONGEST_PAUSE = 0.005  # seconds, at most, between two looks of a wait
+_INFORM_AFTER = 0.01  # seconds after which the statuses of boards are updated before each look
 
 State = Literal["unknown", "alive", "finished", "failed", "lost"]
 
@@ -398,72 +398,21 @@ class Board(ABC):
         return time.monotonic()
 
 
-class Slots(ABC):
-    """What `reform` needs of a backend: the processes of a run, whatever ranks they have.
+class Awaited(NamedTuple):
+    """What :meth:`Backend.wait` waits for, beside its condition."""
 
-    Each process has a slot, a number that it keeps while its rank changes with each epoch. Those
-    that the run begins with have their rank's; one that joins later gets the next one. No two
-    processes ever have the same.
-    """
+    call: str = ""  #: the user's call that waits, as messages show it
+    boards: Sequence[Board] = ()  #: at any of which a note, or a verdict, may end it
+    missing: Callable[[], Sequence[int]] = (
+        tuple  #: returns the processes that it needs, all of them
+    )
 
-    own: int  #: the slot of this process
-    epoch: int = 0  #: the number of the present one
-    members: tuple[int, ...]  #: the slot of each rank of this epoch, by rank
-    most: int  #: members at one time
-    open: bool = False  #: processes may join later
 
-    @abstractmethod
-    def publish_call(self, call: bytes) -> None:
-        """Publish that this process calls `reform`, for all, until it publishes another call."""
+NOTHING = Awaited()  #: nothing beside the condition
 
-    @abstractmethod
-    def call_of(self, slot: int) -> bytes:
-        """Return the latest word of the process of `slot`; empty if it has published none."""
-
-    @abstractmethod
-    def state(self, slot: int) -> State:
-        """Return the state of the process of `slot`; "unknown" if it has none."""
-
-    @abstractmethod
-    def waiting(self) -> list[int]:
-        """Return the slots of the living processes that wait to join, ascending.
-
-        At no great cost: it is called at every check of a trigger, if processes may join.
-        """
-
-    @abstractmethod
-    def decided(self, name: str) -> str | None:
-        """Return the decision `name`; None while there is none."""
-
-    @abstractmethod
-    def decide(self, name: str, word: str) -> str:
-        """Make `word`, without white space, the decision `name` unless there is one; return it.
-
-        One decision holds for all processes, whichever of them ends meanwhile.
-
-        :raises OSError: if there is no space for it; then there may be none.
-        """
-
-    @abstractmethod
-    def wait(
-        self, ready: Callable[[], bool], timeout: float, missing: Callable[[], Sequence[int]]
-    ) -> None:
-        """Return when ``ready()``, after `timeout` seconds, or a little earlier.
-
-        What others publish or decide here, and their ends, are reasons to look at once.
-        ``missing()`` returns the slots whose call is missing.
-        """
-
-    @abstractmethod
-    def enter(self, epoch: int, topology: Topology) -> None:
-        """Begin `epoch`, in which the ranks are :attr:`members`, and this process has `topology`.
-
-        All boards are closed. Those that are opened from now on are not those of another epoch.
-        """
-
-    @abstractmethod
-    def now(self) -> float:
-        """Return the time in seconds in which :meth:`wait` counts."""
+#: What a process publishes: where its threads wait, its call of `reform`, and what it does outside
+#: of calls, which is the `detail` of its status.
+Topic = Literal["waits", "reform", "activity"]
 
 
 class Backend(ABC):
@@ -471,6 +420,10 @@ class Backend(ABC):
 
     Made once per process. The constructor joins and may refuse, but does not wait for the others:
     the first round on the world's board does that.
+
+    A process has a number, which it keeps while its rank changes with each epoch. Those that the
+    run begins with have their rank's; one that joins later gets the next one. No two processes ever
+    have the same.
     """
 
     name: ClassVar[str]
@@ -479,15 +432,22 @@ class Backend(ABC):
     detects_death: ClassVar[bool] = False
     #: does it open a default group of ``torch.distributed``? Else that has rounds at its boards.
     has_process_group: ClassVar[bool] = False
+    #: Ability: the world goes on after a loss, by `reform`. Then it has :meth:`published`,
+    #: :meth:`state`, :meth:`arrived` and :meth:`enter`.
+    can_reform: ClassVar[bool] = False
     #: Of a backend that spans hosts and knows who shares one: the same for all ranks of this host,
     #: and for no other rank. Without it the library asks the operating system.
     host: str | None = None
-    #: Ability: the world goes on after a loss; see :class:`Slots`.
-    slots: Slots | None = None
+    meeting_place: str = ""  #: of the ranks, as text for messages
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
+        #: This process's own numbers. Those about hosts are set once the ranks have met.
         self.topology = topology
         self.settings = settings
+        self.capacity = topology.world_size  #: members at one time, at most
+        self.process = topology.rank  #: the number of this process
+        self.epoch = 0  #: the number of the present one
+        self.members = tuple(range(topology.world_size))  #: the process of each of its ranks
 
     @classmethod  # noqa: B027 - optional
     def check(cls, topology: Topology, settings: Settings) -> None:
@@ -509,9 +469,7 @@ class Backend(ABC):
     def remove_run(cls, topology: Topology, settings: Settings) -> None:
         """Remove the files that a run has left; its processes have ended. Optional."""
 
-    def set_topology(self, topology: Topology) -> None:
-        """Keep `topology`: the ranks have met, so its numbers about hosts are known now."""
-        self.topology = topology
+    # -- boards ---------------------------------------------------------------------------------
 
     @abstractmethod
     def board(self, members: Sequence[int], name: str = "") -> Board:
@@ -528,36 +486,69 @@ class Backend(ABC):
         calls this. Optional.
         """
 
-    def wait_any(
-        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None, call: str
-    ) -> bool:
-        """Return whether ``ready()``, once it is or after `timeout` seconds.
-
-        `ready` reads the statuses of `boards`: so a rank waits for the first of several notes, in
-        `call`, which is empty if the user has made none. It may return False earlier, when a board
-        of these is broken. Optional: by default this looks again and again, with growing pauses.
-        """
-        begin = time.monotonic()
-        pause = 0.0
-        while not ready():
-            waited = time.monotonic() - begin
-            if timeout is not None and waited >= timeout:
-                return False
-            time.sleep(pause if timeout is None else min(pause, timeout - waited))
-            if waited >= _WAIT_ANY_INFORM:
-                for board in boards:
-                    board.inform()
-            pause = min(_WAIT_ANY_PAUSE, waited / 4)
-        return True
+    # -- beside the boards ------------------------------------------------------------------------
 
     @abstractmethod
-    def close(self, failure: bytes | None = None) -> None:
-        """Leave the world: others now see this rank as finished, or as failed with `failure`."""
+    def decide(self, name: str, value: str = "") -> str:
+        """Return the decision `name`; if there is none, make it `value`, or return "" without one.
 
-    @property
-    def meeting_place(self) -> str:
-        """The meeting place of the ranks, as text for messages; empty if it has no name."""
-        return ""
+        Neither has white space. One decision holds for all processes of the run, whichever of them
+        ends meanwhile: the first one that came.
+
+        :raises OSError: if there is no space for it; then there may be none.
+        """
+
+    def publish(self, topic: Topic, value: bytes) -> None:  # noqa: B027 - optional
+        """Publish `value`, of at most 4 KB, to the other processes in place of the one before.
+
+        Optional: without it, ranks that wait for each other in different groups wait until a
+        timeout.
+        """
+
+    def published(self, topic: Topic, process: int) -> bytes:
+        """Return the latest value that `process` published; empty if there is none."""
+        return b""
+
+    def wait(self, ready: Callable[[], bool], until: float, awaited: Awaited = NOTHING) -> bool:
+        """Return whether ``ready()``, once it is or when the boards' time is `until`.
+
+        `ready` reads what others post, publish or decide, and their states. It may return False
+        earlier, when one of the `awaited` boards is broken. Optional: by default this looks again
+        and again, with growing pauses.
+        """
+        begin = now = time.monotonic()
+        while not ready():
+            now = time.monotonic()
+            if now >= until:
+                return False
+            pause = min(_LONGEST_PAUSE, (now - begin) / 4)
+            time.sleep(min(pause, until - now))
+            if now - begin >= _INFORM_AFTER:
+                for board in awaited.boards:
+                    board.inform()
+        return True
+
+    # -- ability: `reform` ------------------------------------------------------------------------
+
+    def state(self, process: int) -> State:
+        """Return the state of `process`; "unknown" if there is none."""
+        return "unknown"
+
+    def arrived(self) -> list[int]:
+        """Return the living processes that have come later and wait to be members, ascending.
+
+        At no great cost: it is called at every check of a trigger, if processes may join.
+        """
+        return []
+
+    def enter(self, epoch: int, members: Sequence[int], topology: Topology) -> None:
+        """Begin `epoch`, of these processes by rank, in which this one has `topology`.
+
+        All boards are closed. Those that are opened from now on are not those of another epoch.
+        """
+        self.epoch, self.members, self.topology = epoch, tuple(members), topology
+
+    # -- ability: a default group of ``torch.distributed`` ----------------------------------------
 
     def open_process_group(self) -> None:  # noqa: B027 - optional
         """Open ``torch.distributed``'s default group of all ranks; they call this at one time.
@@ -571,19 +562,11 @@ class Backend(ABC):
         Optional. It waits for no rank. `reform` calls it before the next epoch.
         """
 
-    def publish(self, word: bytes) -> None:  # noqa: B027 - optional
-        """Publish `word`, of at most 4 KB, to the other ranks in place of the one before.
+    # -- the end ----------------------------------------------------------------------------------
 
-        Optional: without it, ranks that wait for each other in different groups wait until a
-        timeout.
-        """
-
-    def published(self, rank: int) -> bytes:
-        """Return the latest word that `rank` published; empty if there is none."""
-        return b""
-
-    def publish_activity(self, text: str) -> None:  # noqa: B027 - optional
-        """Publish what this rank does outside of calls: the `detail` of its status."""
+    @abstractmethod
+    def close(self, failure: bytes | None = None) -> None:
+        """Leave the world: others now see this rank as finished, or as failed with `failure`."""
 
     def abandon(self) -> None:  # noqa: B027 - optional
         """Release everything, unnoticed by others: this process is a forked child, not a rank."""

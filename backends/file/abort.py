@@ -87,13 +87,13 @@ class Aborts:
     def _decide(self, number: int, member: int) -> int | None:
         """Return whose abort of round `number` stands, or None if it is void."""
         name = f"{self._name}-verdict-{number}"
-        outcome = self._claims.claimed(name)
-        if outcome is None:
+        outcome = self._claims.decide(name)
+        if not outcome:
             if not self._is_complete(number):
                 time.sleep(_PAUSE)
             proposal = _VOID if self._is_complete(number) else str(member)
             try:
-                outcome = self._claims.claim(name, proposal)
+                outcome = self._claims.decide(name, proposal)
             except OSError:  # no space for a claim: then each member relies on what it sees
                 outcome = proposal
         if outcome != _VOID:

@@ -16,23 +16,32 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from syncprims import errors
 from syncprims._system.locks import try_lock, unlock
 from syncprims.errors import BackendUnavailable, ConfigurationError, PeerLost, SyncError
-from syncprims.interface import UNKNOWN, Backend, Board, Settings, Topology
+from syncprims.interface import (
+    NOTHING,
+    UNKNOWN,
+    Awaited,
+    Backend,
+    Board,
+    Settings,
+    State,
+    Topic,
+    Topology,
+)
 
-from .board import SharedMemoryBoard, abort_from_outside
+from .board import FIRST_NAP, LONGEST_NAP, SharedMemoryBoard, abort_from_outside
 from .description import FILE as DESCRIPTION
 from .description import OF_BOARD, BoardDescription, WorldDescription, describe
 from .early_ends import EarlyEnd, RankRecord, read_records, record_rank, remove_records
 from .filesystems import refuse_remote, refuse_useless_locks
-from .liveness import ACTIVITY, PUBLISHED, Liveness, joined, world_size_of
+from .liveness import Liveness, joined, world_size_of
 from .private_dir import PrivateDirectory, base_path, cure_for
-from .slots import FileSlots
 
 _PREFIX, _LOCK = "syncprims-", ".lock"  # of our files in a directory that may hold others
 _LOCK_TIMEOUT = 30.0  # seconds; the lock is held for milliseconds
@@ -46,6 +55,7 @@ class FileBackend(Backend):
     name = "file"
     spans_hosts = False
     detects_death = True
+    can_reform = True
     _met: ClassVar[set[str]] = set()  # elastic worlds that this process was in
 
     def __init__(
@@ -58,6 +68,7 @@ class FileBackend(Backend):
         self.check(topology, settings)
         super().__init__(topology, settings)
         self._run_path = _run_path(topology, settings)
+        self.meeting_place = str(self._run_path)
         size = topology.world_size
         run_id, ranks = topology.run_id or self._run_path.name, errors.format_ranks(range(size))
         self._description = description or WorldDescription(run_id, self.name, size, ranks)
@@ -71,9 +82,8 @@ class FileBackend(Backend):
             except BaseException:
                 self._base.close()
                 raise
-        self.slots = self.file_slots = FileSlots(
-            self.liveness, self.begin_epoch, elastic=settings.elastic
-        )
+        self.process = self.liveness.slot
+        self._next = self.capacity = self.liveness.world_size  # the first that may wait to join
 
     @classmethod
     def check(cls, topology: Topology, settings: Settings) -> None:
@@ -103,14 +113,9 @@ class FileBackend(Backend):
             remove_records(run)
             _remove_ended(base, run)
 
-    @property
-    def meeting_place(self) -> str:
-        """The directory of this run."""
-        return str(self._run_path)
-
     def board(self, members: Sequence[int], name: str = "") -> SharedMemoryBoard:
         """Return the board of `members`, creating it if this is the first of them."""
-        slots = [self.file_slots.members[rank] for rank in members]
+        slots = [self.members[rank] for rank in members]
         return self.open_board(members, name, slots, members)
 
     def close_board(self, board: Board) -> None:
@@ -119,7 +124,7 @@ class FileBackend(Backend):
 
     def file_of(self, members: Sequence[int], name: str) -> str:
         """Return the file of the board of `members` in this epoch."""
-        return board_file(members, name, self.file_slots.epoch)
+        return board_file(members, name, self.epoch)
 
     def release(self, members: Sequence[int], board: Board) -> None:
         """Close `board`, this host's part of that of `members`.
@@ -186,31 +191,73 @@ class FileBackend(Backend):
         ):
             _remove_ended(self._base, run)
 
-    def publish(self, word: bytes) -> None:
-        """Make `word` readable for others."""
-        self.liveness.write(PUBLISHED, word)
+    def decide(self, name: str, value: str = "") -> str:
+        """Return what is claimed, and wake those that may wait for it."""
+        decision = self.liveness.claims.decide(name, value)
+        if value:
+            self._wake()
+        return decision
 
-    def published(self, rank: int) -> bytes:
-        """Return the latest word of `rank`."""
-        return self.liveness.read(self.file_slots.members[rank], PUBLISHED)
+    def publish(self, topic: Topic, value: bytes) -> None:
+        """Write `value` for the others, and wake them for a call of `reform`."""
+        self.liveness.write(topic, value)
+        if topic == "reform":
+            self._wake()
 
-    def publish_activity(self, text: str) -> None:
-        """Make `text` a part of this rank's status."""
-        self.liveness.write(ACTIVITY, text.encode(errors="replace"))
+    def published(self, topic: Topic, process: int) -> bytes:
+        """Read what `process` has written."""
+        return self.liveness.read(process, topic)
 
-    def begin_epoch(
-        self, epoch: int, topology: Topology, description: WorldDescription | None = None
+    def _wake(self) -> None:
+        for process in range(self.liveness.count_slots()):
+            if process != self.process and self.liveness.peek(process) == "alive":
+                self.liveness.doorbell.wake(process)
+
+    def wait(self, ready: Callable[[], bool], until: float, awaited: Awaited = NOTHING) -> bool:
+        """Look again and again; without boards, sleep until another process wakes this one."""
+        if awaited.boards:
+            return super().wait(ready, until, awaited)
+        nap = FIRST_NAP
+        while not ready():
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            self.liveness.doorbell.sleep(min(nap, left))
+            nap = min(2 * nap, LONGEST_NAP)
+        return True
+
+    def state(self, process: int) -> State:
+        """Return the state of `process`."""
+        return self.liveness.state(process)[0]
+
+    def arrived(self) -> list[int]:
+        """Return the processes that wait to join."""
+        if not self.settings.elastic:
+            return []
+        found = [p for p in range(self._next, self.liveness.count_slots()) if p not in self.members]
+        living = [process for process in found if self.state(process) == "alive"]
+        if found and not living:
+            self._next = found[-1] + 1
+        return living
+
+    def enter(
+        self,
+        epoch: int,
+        members: Sequence[int],
+        topology: Topology,
+        description: WorldDescription | None = None,
     ) -> None:
         """Close all boards; those of this epoch have other files, and the others' are removed."""
+        super().enter(epoch, members, topology)
+        self._next = max(self._next, *members)
         while self._boards:
             self._boards.pop().close()
-        self.topology = topology
-        self.publish(b"")
+        self.publish("waits", b"")
         if description is None:
             size = topology.world_size
             ranks = errors.format_ranks(range(size))
             description = self._description._replace(world_size=size, ranks=ranks)
-        self._description = description._replace(slots=self.file_slots.members)
+        self._description = description._replace(slots=self.members)
         if topology.rank == 0:  # what it cannot remove now goes with the world
             with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:
                 ours = board_prefix(epoch)

@@ -27,34 +27,32 @@ class Claims:
         """
         self._fd = directory.open_file(file, os.O_RDWR | os.O_APPEND | os.O_CREAT)
 
-    def claim(self, name: str, word: str) -> str:
-        """Make `name` stand for `word` unless it is taken; return what it represents.
-
-        Neither may contain white space.
+    def decide(self, name: str, value: str = "") -> str:
+        """Return what `name` stands for; with `value`, claim it first, unless it is claimed.
 
         :raises OSError: if there is no space for another claim.
         """
-        if (found := self.claimed(name)) is None:
+        found = self._find(name)
+        if not found and value:
             # Between two line ends: a line that a full disk has cut off damages no other line.
-            os.write(self._fd, b"\n%s\n" % _line(name, word))
-            found = self.claimed(name)
-        if found is None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+            os.write(self._fd, b"\n%s\n" % _line(name, value))
+            found = self._find(name)
+            if not found:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
         return found
 
-    def claimed(self, name: str) -> str | None:
-        """Return what `name` represents, or None if it is not claimed."""
+    def _find(self, name: str) -> str:
         for line in os.pread(self._fd, _MOST, 0).splitlines():
             claim = line.decode(errors="replace").split()
             if len(claim) == 3 and claim[1] == name and line == _line(*claim[1:]):
                 return claim[2]
-        return None
+        return ""
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
 
 
-def _line(name: str, word: str) -> bytes:
-    text = f"{name} {word}".encode()
+def _line(name: str, value: str) -> bytes:
+    text = f"{name} {value}".encode()
     return b"%08x %s" % (zlib.crc32(text), text)

@@ -17,12 +17,13 @@ import select
 import struct
 import time
 from collections.abc import Iterable
+from typing import Literal
 
 from syncprims import errors
 from syncprims._system.identity import ProcessIdentity, ProcessWatch
 from syncprims._system.locks import lock, try_lock
 from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
-from syncprims.interface import State
+from syncprims.interface import State, Topic
 
 from .claims import Claims
 from .early_ends import find_early_end
@@ -43,9 +44,12 @@ MAGIC = b"syncprims liveness 5"
 _HEADER_SIZE = 4096
 _ENTRY = struct.Struct("<BxxxIQQ")  # state, pid, start, pid namespace
 #: What a rank publishes in its slot, beside its state: where it begins, and how long it may be.
-#: `CALL` is that of `reform`.
-PUBLISHED, _FAILURE, CALL = (64, 4096 - 64), (4096, 48 * 1024), (52 * 1024, 256)
-ACTIVITY = (53 * 1024, 512)
+_PLACES: dict[Topic | Literal["failure"], tuple[int, int]] = {
+    "waits": (64, 4096 - 64),
+    "failure": (4096, 48 * 1024),
+    "reform": (52 * 1024, 256),
+    "activity": (53 * 1024, 512),
+}
 _SLOT_SIZE = 56 * 1024
 _TAKEN_AT = 64  # in the header: how many slots processes have taken that joined later
 _SPARE = 64  # slots for them
@@ -102,16 +106,16 @@ class Liveness:
 
     # -- this rank's slot -----------------------------------------------------------------------
 
-    def write(self, what: tuple[int, int], text: bytes) -> None:
-        """Publish :data:`PUBLISHED` words, :data:`CALL` or :data:`ACTIVITY`; empty if too long."""
-        at, size = what
+    def write(self, topic: Topic | Literal["failure"], text: bytes) -> None:
+        """Publish `text` for the others; empty if it is too long."""
+        at, size = _PLACES[topic]
         fits = len(text) <= size - RECORD_HEAD
         write_record(self._memory, _slot(self.slot) + at, text if fits else b"")
 
     def publish_end(self, failure: bytes | None) -> None:
         """Publish how this rank ends."""
         if failure is not None:
-            self.write(_FAILURE, failure)
+            self.write("failure", failure)
         self._write_state(_FINISHED if failure is None else _FAILED)
 
     def close(self) -> None:
@@ -128,9 +132,9 @@ class Liveness:
 
     # -- the others' slots ----------------------------------------------------------------------
 
-    def read(self, slot: int, what: tuple[int, int]) -> bytes:
+    def read(self, slot: int, topic: Topic | Literal["failure"]) -> bytes:
         """Return the latest text of this kind that `slot` has published."""
-        at, size = what
+        at, size = _PLACES[topic]
         return await_record(self._memory, _slot(slot) + at, size)
 
     def count_slots(self) -> int:
@@ -199,7 +203,7 @@ class Liveness:
                 return "unknown", "", b""
             return "finished" if end.joined else "lost", end.how, b""
         if after == _FAILED:
-            return "failed", "", self.read(slot, _FAILURE)
+            return "failed", "", self.read(slot, "failure")
         if after == _FINISHED:
             return self._examine_finished(slot, watch, ended)
         if gone and before == _ALIVE:
@@ -208,7 +212,7 @@ class Liveness:
             if watch is not None and not watch.has_ended():
                 return "lost", "its process runs another program now", b""
             return "lost", describe_exit(status), b""
-        return "alive", self.read(slot, ACTIVITY).decode(), b""
+        return "alive", self.read(slot, "activity").decode(), b""
 
     def _examine_finished(
         self, slot: int, watch: ProcessWatch | None, ended: bool
@@ -291,11 +295,11 @@ def examine_from_outside(
     gone = before == _ALIVE and (identity.is_gone(namespace) or _is_free(directory_fd, slot))
     after = os.pread(fd, 1, at)[0]  # it may have published its end before it was gone
     if after == _FAILED:
-        begin, size = _FAILURE
+        begin, size = _PLACES["failure"]
         failure = read_record(os.pread(fd, size, at + begin), 0, size)
         return identity, "failed", "", failure or b""
     if after == _ALIVE and not gone:
-        begin, size = ACTIVITY
+        begin, size = _PLACES["activity"]
         doing = read_record(os.pread(fd, size, at + begin), 0, size) or b""
         return identity, "alive", doing.decode(), b""
     watch = ProcessWatch(identity)

@@ -297,10 +297,10 @@ def open_window(directory: PrivateDirectory, name: str, count: int) -> Window:
             fd = stack.enter_context(directory.opened(name, os.O_RDWR | os.O_CREAT))
             claims = stack.enter_context(contextlib.closing(Claims(directory, f"{name}-claims")))
         # All members use one size: the one that the first of them has allocated.
-        agreed = claims.claimed("size")
-        if agreed is None:
+        agreed = claims.decide("size")
+        if not agreed:
             size = str(_allocate_window(fd, directory, name, count))
-            agreed = claims.claim("size", size)
+            agreed = claims.decide("size", size)
         if os.fstat(fd).st_size < int(agreed):  # to touch what is missing would kill the process
             raise ConfigurationError(
                 f"{directory.path / name} was truncated; end the ranks that still run"

@@ -23,7 +23,18 @@ import torch.distributed
 
 from syncprims import errors
 from syncprims.errors import BackendUnavailable, ConfigurationError
-from syncprims.interface import UNKNOWN, Backend, Board, Settings, State, Topology, own_device_index
+from syncprims.interface import (
+    NOTHING,
+    UNKNOWN,
+    Awaited,
+    Backend,
+    Board,
+    Settings,
+    State,
+    Topic,
+    Topology,
+    own_device_index,
+)
 
 from ..file.backend import FileBackend, lives_here
 from ..file.description import RankDescription, WorldDescription
@@ -34,7 +45,7 @@ from .decisions import MemberEnd, read_key
 from .engines import DefaultGroup, NcclEngine
 from .host_state import BEATS, Heartbeat
 from .rendezvous import HostGroup, Placement, Rendezvous
-from .slots import HostSlots, Roster
+from .roster import Processes, Roster
 from .store import StoreEndpoint, StoreGone, StoreLink, StoreProbe, T
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
@@ -54,6 +65,7 @@ class TorchBackend(Backend):
     spans_hosts = True
     detects_death = True
     has_process_group = True
+    can_reform = True
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
         self.check(topology, settings)
@@ -61,10 +73,12 @@ class TorchBackend(Backend):
         self._boards: list[TwoLevelBoard] = []
         self._connection: HostConnection | None = None  # if there are other hosts
         self._has_published = False
-        self._published: dict[int, tuple[float, bytes]] = {}  # by ranks of other hosts, and when
+        self._published: dict[
+            int, tuple[float, bytes]
+        ] = {}  # by processes of other hosts, and when
         self._finished_since: dict[int, float] = {}  # ranks of this host
         self._ends_published: set[tuple[int, TwoLevelBoard]] = set()
-        self._hosts: HostSlots | None = None  # if there are other hosts
+        self._hosts: Processes | None = None  # if there are other hosts
         self._default = DefaultGroup()
         self._endpoint = stores.find_store(topology, settings) if topology.world_size > 1 else None
         self._links: tuple[StoreLink, ...] = ()
@@ -82,12 +96,13 @@ class TorchBackend(Backend):
         except BaseException:
             self._release()
             raise
+        here = self._local.meeting_place
+        self.meeting_place = f"the store at {self._endpoint.address} and {here}"
 
     def _join_here(self, place: Topology, ranks: Sequence[int]) -> None:
         """Join the ranks of this host, which are all there are."""
         self._local = FileBackend(place, self.settings, self._description(ranks))
-        self.slots = self._local.file_slots
-        self._local.file_slots.begin_epoch = self._begin_epoch
+        self.process, self.meeting_place = self._local.process, self._local.meeting_place
 
     @classmethod
     def check(cls, topology: Topology, settings: Settings) -> None:
@@ -107,13 +122,6 @@ class TorchBackend(Backend):
                 raise ConfigurationError(f"{ours}, and {topology.launcher} says {theirs}; {cure}")
         if topology.world_size > 1:
             stores.check_findable(topology, settings)
-
-    @property
-    def meeting_place(self) -> str:
-        """The store, and the directory on this host."""
-        if self._endpoint is None:
-            return self._local.meeting_place
-        return f"the store at {self._endpoint.address} and {self._local.meeting_place}"
 
     # -- joining --------------------------------------------------------------------------------
 
@@ -158,11 +166,10 @@ class TorchBackend(Backend):
         try:
             lives, probe = self._local.liveness, StoreProbe(endpoint, settings.heartbeat)
             heartbeat = Heartbeat(placement.token, host, settings.heartbeat)
-            meeting = lives, self._local.file_slots, placement, host, placement.host_of[0]
+            meeting = lives, self._local, placement, host, placement.host_of[0]
             self._connection = HostConnection(*meeting, endpoint, *links, heartbeat, probe)
-            self.slots = hosts = HostSlots(
-                own, self._connection, roster, self._begin_epoch, elastic=settings.elastic
-            )
+            self.process = own
+            hosts = Processes(own, self._connection, roster, elastic=settings.elastic)
             self._hosts = hosts
             self._ask(endpoint, self._connection.heartbeat.beat)
             if placement.goes_on:  # from now on the others know that it waits
@@ -174,7 +181,7 @@ class TorchBackend(Backend):
             raise
 
     def _arrive(self, roster: Roster, endpoint: StoreEndpoint) -> int:
-        """Take the next slot of a run that goes on, and return it."""
+        """Take the next number in a run that goes on, and return it."""
         self._ask(endpoint, roster.read)
         place, name, devices = rendezvous.describe_here(self.settings)
         for number, host in enumerate(roster.hosts):
@@ -222,7 +229,7 @@ class TorchBackend(Backend):
             return self._local.board(members, name)
         here = self._connection.ranks
         local = [rank for rank in members if rank in here]
-        slots = [self._local.file_slots.members[here.index(rank)] for rank in local]
+        slots = [self._local.members[here.index(rank)] for rank in local]
         own = self._local.open_board(local, name, slots, members)
         if len(local) == len(members):
             return own
@@ -263,11 +270,11 @@ class TorchBackend(Backend):
         top = self.topology
         connection = self._connection
         if connection is not None:
-            prefix = f"{self._placement.token}/default-{self._local.file_slots.epoch}"
+            prefix = f"{self._placement.token}/default-{self._local.epoch}"
             store = dist.PrefixStore(prefix, connection.endpoint.connect())
         else:
             with self._local.locked_directory() as directory:
-                path = directory.path / f"default-group-{self._local.file_slots.epoch}"
+                path = directory.path / f"default-group-{self._local.epoch}"
             store = dist.FileStore(str(path), top.world_size)
         device: int | None = None
         if self._may_use_nccl(self._placement.host_of.values()):
@@ -279,73 +286,95 @@ class TorchBackend(Backend):
         """End torch's default group, if this has opened it."""
         self._default.abort()
 
-    def _begin_epoch(self, epoch: int, topology: Topology) -> None:
+    def enter(self, epoch: int, members: Sequence[int], topology: Topology) -> None:
         """Close all boards, and number the ranks of each host again."""
         while self._boards:
             self._boards.pop().close()
         self._published.clear()
-        self.publish(b"")
-        self.topology = topology
+        self.publish("waits", b"")
+        super().enter(epoch, members, topology)
         connection, hosts = self._connection, self._hosts
         if connection is None or hosts is None:
             (group,) = self._placement.hosts
             ranks = list(range(topology.world_size))
             self._placement = Placement(self._placement.token, [group._replace(ranks=ranks)])
-            self._local.begin_epoch(epoch, topology)
+            self._local.enter(epoch, members, topology)
             return
         number = connection.host
         roster = hosts.roster
-        of_rank = [roster.host_of[slot] for slot in hosts.members]
+        hosts.members = self.members
+        of_rank = [roster.host_of[process] for process in members]
         groups = [
             group._replace(ranks=[rank for rank, host in enumerate(of_rank) if host == n])
             for n, group in enumerate(roster.hosts)
         ]
         ranks = groups[number].ranks
-        self._local.file_slots.members = tuple(roster.local[hosts.members[r]] for r in ranks)
-        self._local.file_slots.epoch = epoch
         self._placement = Placement(self._placement.token, groups)
         self._connection = connection._replace(placement=self._placement)
         slot, count = ranks.index(topology.rank), len(ranks)
         here = Topology(
             slot, count, slot, count, 0, 1, topology.launcher, self._local.topology.run_id
         )
-        self._local.begin_epoch(epoch, here, self._description(ranks))
+        local = [roster.local[members[rank]] for rank in ranks]
+        self._local.enter(epoch, local, here, self._description(ranks))
 
-    # -- published words ------------------------------------------------------------------------
+    # -- beside the boards ------------------------------------------------------------------------
 
-    def publish(self, word: bytes) -> None:
-        """Make `word` readable for others, on this host and on other hosts."""
-        self._local.publish(word)
-        if self._connection is not None and (word or self._has_published):
-            self._has_published = bool(word)
-            key = self._key("word", self.topology.rank)
-            self._connection.requests.submit(lambda store: store.set(key, word))
+    @property
+    def _processes(self) -> Processes | FileBackend:
+        return self._local if self._hosts is None else self._hosts
 
-    def publish_activity(self, text: str) -> None:
-        """Make `text` a part of this rank's status on this host."""
-        self._local.publish_activity(text)
+    def decide(self, name: str, value: str = "") -> str:
+        """Return the decision, at the store if there are several hosts."""
+        return self._processes.decide(name, value)
 
-    def published(self, rank: int) -> bytes:
-        """Return the latest word of `rank`; that of another host may be a second old."""
-        connection = self._connection
-        if connection is None:
-            return self._local.published(rank)
-        if rank in connection.ranks:
-            return self._local.published(connection.ranks.index(rank))
-        if not self._has_published:
+    def publish(self, topic: Topic, value: bytes) -> None:
+        """Make `value` readable for others, on this host and on other hosts."""
+        connection, hosts = self._connection, self._hosts
+        if hosts is not None and topic == "reform":
+            hosts.publish(value)
+            return
+        self._local.publish(topic, value)
+        if connection is None or hosts is None or topic != "waits":
+            return
+        if value or self._has_published:
+            self._has_published = bool(value)
+            key = hosts.key("waits", self.process)
+            connection.requests.submit(lambda store: store.set(key, value))
+
+    def published(self, topic: Topic, process: int) -> bytes:
+        """Return the latest value of `process`; that of another host may be a second old."""
+        connection, hosts = self._connection, self._hosts
+        if connection is None or hosts is None:
+            return self._local.published(topic, process)
+        if topic == "reform":
+            return hosts.published(process)
+        if hosts.roster.host_of[process] == connection.host:
+            return self._local.published(topic, hosts.roster.local[process])
+        if topic != "waits" or not self._has_published:
             return b""  # only a rank that has published its own long wait reads from other hosts
         now = time.monotonic()
-        if rank not in self._published or now - self._published[rank][0] >= _READ_EVERY:
-            key = self._key("word", rank)
-            word = b""
+        if process not in self._published or now - self._published[process][0] >= _READ_EVERY:
+            key = hosts.key("waits", process)
+            value = b""
             with contextlib.suppress(StoreGone):
-                word = connection.requests.ask(lambda store: read_key(store, key), _LEAVING)
-            self._published[rank] = now, word
-        return self._published[rank][1]
+                value = connection.requests.ask(lambda store: read_key(store, key), _LEAVING)
+            self._published[process] = now, value
+        return self._published[process][1]
 
-    def _key(self, what: str, rank: int) -> str:
-        assert self._hosts is not None
-        return self._hosts.key(what, self._hosts.members[rank])
+    def wait(self, ready: Callable[[], bool], until: float, awaited: Awaited = NOTHING) -> bool:
+        """Look again and again, without boards at the store or the files of this host."""
+        if awaited.boards:
+            return super().wait(ready, until, awaited)
+        return self._processes.wait(ready, until)
+
+    def state(self, process: int) -> State:
+        """Return the state of `process`."""
+        return self._processes.state(process)
+
+    def arrived(self) -> list[int]:
+        """Return the processes that wait to join."""
+        return self._processes.arrived()
 
     # -- the link's thread ----------------------------------------------------------------------
 
@@ -418,7 +447,7 @@ class TorchBackend(Backend):
             self._local.close(failure)
             self._release()
 
-    def _publish_end(self, store: Any, hosts: HostSlots, failure: bytes | None) -> None:
+    def _publish_end(self, store: Any, hosts: Processes, failure: bytes | None) -> None:
         liveness = self._local.liveness
         mates = [slot for slot in hosts.here if slot != liveness.slot]
         if failure is None and any(liveness.peek(slot) == "alive" for slot in mates):
@@ -436,7 +465,7 @@ class TorchBackend(Backend):
             )
         hosts.leave(store)
 
-    def _await_others(self, connection: HostConnection, hosts: HostSlots, *, failed: bool) -> None:
+    def _await_others(self, connection: HostConnection, hosts: Processes, *, failed: bool) -> None:
         """Return when every other rank has left, or is on a host that is gone.
 
         :raises StoreGone: if there is no store any more.

@@ -19,10 +19,10 @@ from syncprims import errors
 from syncprims.errors import Failure, PeerFailed
 from syncprims.interface import Board, Label, Note, Status, WaitView
 
+from ..file.backend import FileBackend
 from ..file.board import FIRST_NAP, LONGEST_NAP, SharedMemoryBoard
 from ..file.liveness import Liveness
 from ..file.memory import Fence
-from ..file.slots import FileSlots
 from .decisions import COMPLETE, END, VERDICT, Decisions, MemberEnd, decode_notes, read_key
 from .engines import GlooEngine
 from .host_state import ELSEWHERE, Heartbeat, HostState
@@ -44,7 +44,7 @@ class HostConnection(NamedTuple):
     """The links of the boards of one rank to its host and to the store."""
 
     liveness: Liveness
-    slots: FileSlots  #: of the ranks of this host
+    local: FileBackend  #: of the ranks of this host
     placement: Placement
     host: int  #: this one
     store_host: int  #: that of the rank that serves the store, if one does
@@ -56,13 +56,13 @@ class HostConnection(NamedTuple):
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of this host; that with index `n` has liveness slot ``slots.members[n]``."""
+        """The ranks of this host; that with index `n` is process ``local.members[n]`` there."""
         return self.placement.hosts[self.host].ranks
 
     def wake_host(self) -> None:
         """Wake all ranks of this host that sleep, this one included."""
-        for slot in self.slots.members:
-            self.liveness.doorbell.wake(slot)
+        for process in self.local.members:
+            self.liveness.doorbell.wake(process)
 
 
 class TwoLevelBoard(Board):

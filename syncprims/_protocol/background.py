@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from syncprims.errors import SyncError
-from syncprims.interface import Backend, Board, Note, ends_round
+from syncprims.interface import Awaited, Backend, Board, Note, ends_round
 
 
 class Task(Protocol):
@@ -60,27 +60,25 @@ class Background:
         """Return as ``board.collect(limit)``, and go on with all tasks meanwhile."""
         notes = board.collect(0.0)
         if notes is None:
-            if not self.wait_any([board], lambda: _is_settled(board), limit, ""):
+            until = board.now() + limit
+            if not self.wait(lambda: _is_settled(board), until, Awaited(boards=[board])):
                 return None
             notes = board.collect(0.0)
         return notes
 
-    def wait_any(
-        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None, call: str
-    ) -> bool:
-        """Return as :meth:`Backend.wait_any`, and go on with all tasks meanwhile."""
+    def wait(self, ready: Callable[[], bool], until: float, awaited: Awaited) -> bool:
+        """Return as :meth:`Backend.wait`, and go on with all tasks meanwhile."""
         if not self.tasks:
-            return self._backend.wait_any(boards, ready, timeout, call)
+            return self._backend.wait(ready, until, awaited)
 
         def can_move() -> bool:
             return any(task.can_move() for task in tuple(self.tasks))
 
-        now = boards[0].now
-        end = None if timeout is None else now() + timeout
+        now = awaited.boards[0].now
         while not ready():
-            left = None if end is None else max(0.0, end - now())
-            moves = self._backend.wait_any(boards, lambda: ready() or can_move(), left, call)
-            if not (self.move() or ready()) and (not moves or left == 0.0):
+            late = now() >= until
+            moves = self._backend.wait(lambda: ready() or can_move(), until, awaited)
+            if not (self.move() or ready()) and (late or not moves):
                 return False  # the time is up, or a board is broken
         return True
 

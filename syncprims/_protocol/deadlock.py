@@ -26,7 +26,7 @@ from syncprims.interface import Backend, Board
 
 from .threads import threads_that_may_call
 
-#: Bytes of a verdict that is published for others, in a word of 4 KB at most.
+#: Bytes of a verdict that is published for others, in a statement of 4 KB at most.
 _LONGEST_VERDICT = 2500
 
 
@@ -112,7 +112,7 @@ class DeadlockDetector:
         self._ended = 0  # waits; distinguishes one wait from the next
         self._looks = 0  # for the first of several notes, in vain
         self._published = b""
-        self._suspected: dict[int, dict[str, Any]] = {}  # words of ranks that seem stuck
+        self._suspected: dict[int, dict[str, Any]] = {}  # statements of ranks that seem stuck
         self._suspected_looks: dict[int, int] = {}  # of those that wait for any note
 
     def add(self, board: Board, promised: Callable[[], int] = int) -> None:
@@ -158,42 +158,46 @@ class DeadlockDetector:
             self._publish({})  # while this thread waits, another may post
             return None
         mine = [*self._waits.copy().values()]
-        word = {
+        statement = {
             "ended": self._ended,
             "waits": mine,
             "posted": {_group(b): b.posted + promised() for b, promised in self._boards.items()},
         }
         if any("any" in thread for thread in mine):
-            word["looks"] = self._looks
-        self._publish(word)
-        word_of = functools.cache(self._read)
-        waits = {me: _waits_in(me, word_of)}
+            statement["looks"] = self._looks
+        self._publish(statement)
+        statement_of = functools.cache(self._read)
+        waits = {me: _waits_in(me, statement_of)}
         queue = [me]
         for rank in queue:
             for other in {other for wait in waits[rank] for other in wait.missing} - waits.keys():
-                waits[other] = _waits_in(other, word_of)
+                waits[other] = _waits_in(other, statement_of)
                 queue.append(other)
         stuck = find_stuck(waits)
         cycle = find_cycle(me, waits, stuck) if me in stuck else []
-        if not self._is_certain({rank: word_of(rank) for rank in stuck}) or not cycle:
+        if not self._is_certain({rank: statement_of(rank) for rank in stuck}) or not cycle:
             return None
         error = deadlock_error({rank: waits[rank] for rank in cycle}, me)
         # The others may look only after this rank has raised: the verdict stays published.
         verdict = errors.dump(error, _LONGEST_VERDICT).decode()
-        places = [wait["at"] for rank in cycle for wait in word_of(rank)["waits"]]
+        places = [wait["at"] for rank in cycle for wait in statement_of(rank)["waits"]]
         self._publish_verdict({"about": places, "verdict": verdict})
         return error
 
-    def _is_certain(self, words: dict[int, dict[str, Any]]) -> bool:
-        """Return whether ranks have published these words, and all of them were true at one time.
+    def _is_certain(self, statements: dict[int, dict[str, Any]]) -> bool:
+        """Return whether ranks have published these statements, and all were true at one time.
 
-        Words are read one after another. They were true at one time if the same ones are read at a
+        They are read one after another. They were true at one time if the same ones are read at a
         second look. A rank that waits for any note may not have seen one that was there already.
-        But its next look but one has begun after all these words were published.
+        But its next look but one has begun after all these statements were published.
         """
-        looks = {rank: word.pop("looks") for rank, word in words.items() if "looks" in word}
-        if words != self._suspected:
-            self._suspected = words
+        looks = {
+            rank: statement.pop("looks")
+            for rank, statement in statements.items()
+            if "looks" in statement
+        }
+        if statements != self._suspected:
+            self._suspected = statements
             self._suspected_looks = {rank: self._read(rank).get("looks", 0) for rank in looks}
             return False
         return all(count >= self._suspected_looks[rank] + 2 for rank, count in looks.items())
@@ -204,38 +208,38 @@ class DeadlockDetector:
 
     def _verdict_about(self, at: list[Any], ranks: Collection[int]) -> SyncError | None:
         for rank in ranks:
-            word = self._read(rank)
-            if at in word.get("about", ()):
+            statement = self._read(rank)
+            if at in statement.get("about", ()):
                 # A rank that waits for this one, and not for that one, needs it, too.
-                self._publish_verdict(word)
-                return errors.load(word["verdict"].encode())
+                self._publish_verdict(statement)
+                return errors.load(statement["verdict"].encode())
         return None
 
-    def _publish_verdict(self, word: dict[str, Any]) -> None:
+    def _publish_verdict(self, statement: dict[str, Any]) -> None:
         self.holds_verdict = True
         self._waits.clear()
         self._ended += 1
-        self._publish(word)
+        self._publish(statement)
 
-    def _publish(self, word: dict[str, Any]) -> None:
-        text = json.dumps(word, ensure_ascii=False) if word else ""
+    def _publish(self, statement: dict[str, Any]) -> None:
+        text = json.dumps(statement, ensure_ascii=False) if statement else ""
         data = text.encode(errors="backslashreplace")
         if data != self._published:
             self._published = data
-            self._backend.publish(data)
+            self._backend.publish("waits", data)
 
     def _read(self, rank: int) -> dict[str, Any]:
-        word = self._backend.published(rank)
+        statement = self._backend.published("waits", self._backend.members[rank])
         try:
-            return dict(json.loads(word)) if word else {}
+            return dict(json.loads(statement)) if statement else {}
         except ValueError:  # it was read while being rewritten; the next look finds it whole
             return {}
 
 
-def _waits_in(rank: int, word_of: Callable[[int], dict[str, Any]]) -> list[Wait]:
+def _waits_in(rank: int, statement_of: Callable[[int], dict[str, Any]]) -> list[Wait]:
     """Return the waits that `rank` has published."""
     waits: list[Wait] = []
-    for wait in word_of(rank).get("waits", ()):
+    for wait in statement_of(rank).get("waits", ()):
         if "any" in wait:
             ranks = parse_ranks(wait["any"])
             waits.append(Wait(wait["call"], name_ranks(ranks), ranks, any=True))
@@ -244,7 +248,7 @@ def _waits_in(rank: int, word_of: Callable[[int], dict[str, Any]]) -> list[Wait]
         missing = [
             member
             for member in parse_ranks(wait["members"])
-            if word_of(member).get("posted", {group: number}).get(group, 0) < number
+            if statement_of(member).get("posted", {group: number}).get(group, 0) < number
         ]
         waits.append(Wait(wait["call"], group, missing))
     return waits

@@ -3,8 +3,9 @@
 A rank that calls it leaves all rounds, publishes its call, and waits until every other rank of the
 epoch has called too, or has provably ended. Then any of them proposes the members, and the first
 proposal is the decision for all. It is made by a single act, which the backend provides
-(:meth:`Slots.decide`): so whoever ends meanwhile, at most one membership is decided, and no process
-is ever waited for that has ended. To refuse (too few ranks, or the time is up) is a decision, too.
+(:meth:`Backend.decide`): so at most one membership is decided, whichever ranks end meanwhile, and
+no process is ever waited for that has ended. To refuse (too few ranks, or the time is up) is a
+decision, too.
 
 The members then meet in the first round of the new epoch. If one of them ends before that, the
 others go on with the next epoch: so :func:`reform` returns in a world in which all have met.
@@ -34,11 +35,13 @@ from syncprims.errors import (
     SyncTimeout,
     WorldClosed,
 )
+from syncprims.interface import Awaited
 
 from .group import rounds_of
 from .world import (
     JOINER,
     Epoch,
+    Member,
     begin_epoch,
     have_met,
     join_world,
@@ -49,7 +52,7 @@ from .world import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncprims.interface import Backend, Slots
+    from syncprims.interface import Backend
 
     from .world import Change, World
 
@@ -65,9 +68,12 @@ def _encode(decision: Epoch | SyncError) -> str:
     return base64.b64encode(json.dumps(said).encode()).decode()
 
 
-def _decode(word: str) -> Epoch | SyncError:
-    said = json.loads(base64.b64decode(word))
-    return errors.load(said.encode()) if isinstance(said, str) else Epoch(*said)
+def _decode(value: str) -> Epoch | SyncError:
+    said = json.loads(base64.b64decode(value))
+    if isinstance(said, str):
+        return errors.load(said.encode())
+    number, size_before, members = said
+    return Epoch(number, size_before, [Member(*member) for member in members])
 
 
 class _Terms(NamedTuple):
@@ -81,56 +87,55 @@ class _Terms(NamedTuple):
 
 def reform(world: World, min_ranks: int, timeout: float | None) -> Change:
     """As :func:`syncprims.reform`."""
-    slots, call = world._backend.slots, describe_call()
-    if slots is None:
+    call, now = describe_call(), rounds_of(world.group).board.now
+    if not world._backend.can_reform:
         raise BackendUnavailable(
             f"reform() does not work on backend {world.backend_name!r}: restart the run from a "
             f"checkpoint, as `syncprims run --max-restarts` does. The backends 'file' and 'torch' "
             f"support it"
         )
-    begin = slots.now()
+    begin = now()
     terms = _Terms(call, min_ranks, begin, math.inf if timeout is None else begin + timeout)
     left = f"rank {world.rank} has left this world: it has called {call}"
-    _begin_next(world, slots, terms, PeerLost(left, rank=world.rank, call=call))
-    change = _meet(world, slots, terms)
+    _begin_next(world, terms, PeerLost(left, rank=world.rank, call=call))
+    change = _meet(world, terms)
     assert change is not None
     return change
 
 
-def _begin_next(world: World, slots: Slots, terms: _Terms, error: SyncError) -> None:
+def _begin_next(world: World, terms: _Terms, error: SyncError) -> None:
     """Leave the present epoch, with `error` for those that wait in it, and begin the next one."""
     if world.decided is None or world.decided.number <= world.epoch:
         standing = leave_rounds(world, error)
         if world.decided is None or have_met(world):
-            members = [(slot, rank, 0) for rank, slot in enumerate(slots.members)]
+            members = [Member(p, rank, 0) for rank, p in enumerate(world._backend.members)]
             world.decided = Epoch(world.epoch, world.world_size, members)
-        world.decided = _Vote(world, slots, terms, standing).hold()
+        world.decided = _Vote(world, terms, standing).hold()
     epoch = world.decided  # perhaps of a call that was interrupted before it began that epoch
-    slots.members = epoch.slots
-    topology = epoch.topology(slots.own, world.topology)
-    rounds = epoch.members[topology.rank][2]
+    topology = epoch.topology(world._backend.process, world.topology)
 
     def why() -> SyncError:
         if world.epoch >= epoch.number:
             return _reformed()
         return WorldClosed("reform() was interrupted, and this rank is in no world: call it again")
 
-    begin_epoch(world, topology, epoch.number, rounds, why)
+    begin_epoch(world, epoch, topology, why)
 
 
-def _meet(world: World, slots: Slots, terms: _Terms) -> Change | None:
+def _meet(world: World, terms: _Terms) -> Change | None:
     """Meet the members of the epoch that was decided, or, if one is lost before, of a later one."""
     while True:
         try:
             join_world(world)
         except (PeerLost, PeerFailed) as error:
-            _begin_next(world, slots, terms, error)
+            _begin_next(world, terms, error)
             continue
         except BaseException as error:  # the others, which wait for this rank, vote again
             leave_rounds(world, PeerFailed.from_failure(Failure.of(world.rank, error), terms.call))
             raise
         if world.decided is not None:  # else it has just started
-            world.change, world.decided = world.decided.change(slots.own), None
+            world.change = world.decided.change(world._backend.process)
+            world.decided = None
         return world.change
 
 
@@ -143,7 +148,7 @@ def _reformed() -> SyncError:
 
 def is_joining(backend: Backend) -> bool:
     """Return whether this process replaces a lost rank, and waits for a `reform` of the others."""
-    return backend.slots is not None and backend.slots.own not in backend.slots.members
+    return backend.can_reform and backend.process not in backend.members
 
 
 def await_admission(backend: Backend) -> Epoch:
@@ -151,51 +156,50 @@ def await_admission(backend: Backend) -> Epoch:
 
     :raises PeerLost: if all ranks end instead.
     """
-    slots = backend.slots
-    assert slots is not None
-    number = 1
+    number, members = 1, backend.members
 
     def is_decided_or_over() -> bool:
-        ended = all(slots.state(slot) not in ("alive", "unknown") for slot in slots.members)
-        return ended or slots.decided(_name(number)) is not None
+        ended = all(backend.state(process) not in ("alive", "unknown") for process in members)
+        return ended or bool(backend.decide(_name(number)))
 
     while True:
-        slots.wait(is_decided_or_over, math.inf, tuple)
-        word = slots.decided(_name(number))
-        if word is None:
+        backend.wait(is_decided_or_over, math.inf, Awaited("reform"))
+        value = backend.decide(_name(number))
+        if not value:
             raise PeerLost("all ranks of the run ended while this process waited to join it")
-        epoch, number = _decode(word), number + 1
+        epoch, number = _decode(value), number + 1
         if isinstance(epoch, Epoch):
-            slots.members = epoch.slots
-            if slots.own in epoch.slots:
-                slots.enter(epoch.number, epoch.topology(slots.own, backend.topology))
+            members = epoch.processes
+            if backend.process in members:
+                topology = epoch.topology(backend.process, backend.topology)
+                backend.enter(epoch.number, members, topology)
                 return epoch
 
 
 def join_epoch(world: World) -> None:
     """Meet the ranks of the epoch in which this process starts, or of a later one."""
-    slots = world._backend.slots
-    assert slots is not None
+    now = rounds_of(world.group).board.now()
     if world.epoch:
-        terms = _Terms("init", 1, slots.now(), math.inf)
+        terms = _Terms("init", 1, now, math.inf)
     else:  # it does not go on alone: its run may be over, and it a replacement that comes too late
-        terms = _Terms("init", 2, slots.now(), slots.now() + world.settings.join_timeout)
-    _meet(world, slots, terms)
+        terms = _Terms("init", 2, now, now + world.settings.join_timeout)
+    _meet(world, terms)
 
 
 class _Vote:
     """One rank's part in the decision about the next epoch."""
 
-    def __init__(self, world: World, slots: Slots, terms: _Terms, standing: SyncError) -> None:
+    def __init__(self, world: World, terms: _Terms, standing: SyncError) -> None:
         self._world = world
-        self._slots = slots
+        self._backend = world._backend
+        self._now = rounds_of(world.group).board.now
         self._call, least, self._begin, self._deadline = terms
         self._standing = standing  # why the world is over
         self._warn_every = world.settings.warn_after
         # Epochs that were refused have a number, too, and no rank of this world waits for them.
         self._number = world.epoch + 1
-        while (word := slots.decided(_name(self._number))) is not None:
-            if isinstance(_decode(word), Epoch):
+        while value := self._backend.decide(_name(self._number)):
+            if isinstance(_decode(value), Epoch):
                 break
             self._number += 1
         self._mine = json.dumps([self._number, rounds_completed(world), least]).encode()
@@ -206,24 +210,26 @@ class _Vote:
         :raises SyncTimeout: on all ranks that have called, if one that lives has not.
         :raises PeerLost: on all of them, if fewer are left than one of them accepts.
         """
-        slots = self._slots
-        slots.publish_call(self._mine)
+        backend = self._backend
+        backend.publish("reform", self._mine)
         warn_at = self._begin + self._warn_every
         if self._deadline == math.inf and rounds_of(self._world.group).board.virtual_time:
             warn_at = math.inf  # such a wait lasts forever
         decision: Epoch | SyncError | None = None
         while decision is None:  # it waits before each look: so a rank that has called is seen
-            now = slots.now()
+            now = self._now()
             if now >= warn_at:
                 self._warn(now)
                 self._warn_every *= 2
                 warn_at = now + self._warn_every
-            seconds = min(self._deadline, warn_at) - now
-            slots.wait(self._can_decide, seconds, self._absent)
+            until = min(self._deadline, warn_at)
+            backend.wait(self._can_decide, until, Awaited("reform", missing=self._absent))
             decision = self._look()
         if isinstance(decision, SyncError):
             raise decision
-        if slots.own not in decision.slots:  # only between hosts: one cut off has come back
+        if (
+            backend.process not in decision.processes
+        ):  # only between hosts: one cut off has come back
             raise Evicted(
                 f"{self._call} came too late: the other ranks have made a new world without this "
                 f"host, whose heartbeat they missed. End this process: if it continued, there "
@@ -235,56 +241,55 @@ class _Vote:
 
     def _can_decide(self) -> bool:
         # Asked again and again, so what is found soonest comes first.
-        slots = self._slots
-        decided = slots.decided(_name(self._number)) is not None
-        return decided or not any(map(self._is_absent, slots.members))
+        decided = bool(self._backend.decide(_name(self._number)))
+        return decided or not any(map(self._is_absent, self._backend.members))
 
     def _look(self) -> Epoch | SyncError | None:
         """Return the decision; make it if this rank knows enough, and no other one has made it."""
-        slots, name = self._slots, _name(self._number)
-        absent = self._absent()
-        if absent and slots.now() < self._deadline:
-            word = slots.decided(name)
-        else:
-            word = slots.decide(name, _encode(self._timeout(absent) if absent else self._propose()))
-        return None if word is None else _decode(word)
+        mine, absent = "", self._absent()
+        if not absent or self._now() >= self._deadline:
+            mine = _encode(self._timeout(absent) if absent else self._propose())
+        value = self._backend.decide(_name(self._number), mine)
+        return _decode(value) if value else None
 
     def _calls(self) -> dict[int, tuple[int, int]]:
-        """Return rounds and `min_ranks` of the living members that have called, by slot."""
+        """Return rounds and `min_ranks` of the living members that have called, by process."""
         found: dict[int, tuple[int, int]] = {}
-        for slot in self._slots.members:
-            if self._has_called(slot) and self._slots.state(slot) == "alive":
-                _, rounds, least = json.loads(self._call_of(slot))
-                found[slot] = rounds, least
+        for process in self._backend.members:
+            if self._has_called(process) and self._backend.state(process) == "alive":
+                _, rounds, least = json.loads(self._call_of(process))
+                found[process] = rounds, least
         return found
 
-    def _call_of(self, slot: int) -> bytes:
-        return self._mine if slot == self._slots.own else self._slots.call_of(slot)
+    def _call_of(self, process: int) -> bytes:
+        own = process == self._backend.process
+        return self._mine if own else self._backend.published("reform", process)
 
-    def _has_called(self, slot: int) -> bool:
+    def _has_called(self, process: int) -> bool:
         # Each rank asks this of all others, again and again, so nothing is decoded.
-        return self._call_of(slot).startswith(b"[%d," % self._number)
+        return self._call_of(process).startswith(b"[%d," % self._number)
 
-    def _is_absent(self, slot: int) -> bool:
-        return not self._has_called(slot) and self._slots.state(slot) in ("alive", "unknown")
+    def _is_absent(self, process: int) -> bool:
+        living = ("alive", "unknown")
+        return not self._has_called(process) and self._backend.state(process) in living
 
     def _absent(self) -> list[int]:
-        """Return the slots of members that live and have not called."""
-        return [slot for slot in self._slots.members if self._is_absent(slot)]
+        """Return the members that live and have not called."""
+        return [process for process in self._backend.members if self._is_absent(process)]
 
     def _propose(self) -> Epoch | SyncError:
         before = self._world.decided
         assert before is not None
         calls = self._calls()
-        ranks = {slot: rank for slot, rank, _ in before.members}
-        members = [(slot, ranks[slot], rounds) for slot, (rounds, _) in calls.items()]
+        ranks = {member.process: member.rank for member in before.members}
+        members = [Member(p, ranks[p], rounds) for p, (rounds, _) in calls.items()]
         # In the order before; those that joined an epoch whose ranks never met are the last.
-        members.sort(key=lambda member: (member[1] is None, member[1] or 0))
-        room = self._slots.most - len(members)
-        members += [(slot, None, JOINER) for slot in self._slots.waiting()[:room]]
+        members.sort(key=lambda member: (member.rank is None, member.rank or 0))
+        room = self._backend.capacity - len(members)
+        members += [Member(process, None, JOINER) for process in self._backend.arrived()[:room]]
         epoch = Epoch(self._number, before.size_before, members)
         least = max(least for _, least in calls.values())
-        lost = epoch.change(self._slots.own).lost
+        lost = epoch.change(self._backend.process).lost
         if len(members) < least:
             why = f"needs {least} ranks, and {len(members)} are left"
             way_on = "Restart the run from a checkpoint, or accept fewer with min_ranks"
@@ -308,11 +313,11 @@ class _Vote:
         nodes = world._nodes
         if not nodes:
             return False  # these ranks have not met
-        left = [rank for _, rank, _ in epoch.members if rank is not None]
+        left = [member.rank for member in epoch.members if member.rank is not None]
         return not {nodes[rank] for rank in lost}.isdisjoint(nodes[rank] for rank in left)
 
     def _timeout(self, absent: Sequence[int]) -> SyncTimeout:
-        waited = self._slots.now() - self._begin
+        waited = self._now() - self._begin
         ranks = self._ranks(absent)
         lines = "\n".join(self._last_seen(rank) for rank in ranks)
         return SyncTimeout(
@@ -325,8 +330,8 @@ class _Vote:
             waited=waited,
         )
 
-    def _ranks(self, slots: Iterable[int]) -> list[int]:
-        return sorted(self._slots.members.index(slot) for slot in slots)
+    def _ranks(self, processes: Iterable[int]) -> list[int]:
+        return sorted(map(self._backend.members.index, processes))
 
     def _last_seen(self, rank: int) -> str:
         label = rounds_of(self._world.group).board.status(rank).label

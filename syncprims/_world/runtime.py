@@ -485,7 +485,7 @@ def _start_once(state: _State, backend: str | None, settings: Settings) -> World
             made, choice.backend, settings, topology, state.extras, end=_end_block, decided=epoch
         )
         state.world, state.ended, state.topology = world, None, topology
-        if settings.elastic and made.slots is not None:
+        if settings.elastic and made.can_reform:
             join_epoch(world)
         else:
             join_world(world)

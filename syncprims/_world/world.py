@@ -26,7 +26,7 @@ from syncprims._protocol.deadlock import DeadlockDetector
 from syncprims._protocol.rounds import DEADLOCK_SEARCH, Rounds, RoundSequence
 from syncprims._protocol.validation import whole_number
 from syncprims.errors import ConfigurationError, SyncError
-from syncprims.interface import Backend, Board, Note, Settings, Topology
+from syncprims.interface import Awaited, Backend, Board, Note, Settings, Topology
 
 from .group import Group, close_group, rounds_of
 from .nodes import SaidPlace, identify_host, number_nodes, place_on_nodes, without_nodes
@@ -55,40 +55,48 @@ class Change(NamedTuple):
     rounds: tuple[int, ...]  #: by new rank: how many it had completed; less than 0: it has joined
 
 
+class Member(NamedTuple):
+    """A member of an epoch."""
+
+    process: int
+    rank: int | None  #: in the last world in which all had met; None if it was not in that
+    rounds: int  #: that it has completed; :data:`JOINER` if it has joined
+
+
 class Epoch(NamedTuple):
     """A decided membership."""
 
     number: int
     size_before: int  #: of the last world in which all had met
-    members: Sequence[tuple[int, int | None, int]]  #: slot, rank in that world, rounds completed
+    members: Sequence[Member]  #: by rank
 
-    def change(self, slot: int) -> Change:
-        """Return what the process of `slot` has to know."""
-        before = [rank for _, rank, _ in self.members]
-        rounds = [count for *_, count in self.members]
+    def change(self, process: int) -> Change:
+        """Return what `process` has to know."""
+        before = [member.rank for member in self.members]
+        rounds = [member.rounds for member in self.members]
         return Change(
             self.number,
             tuple(before),
             tuple(sorted({*range(self.size_before)} - {*before})),
             tuple(rank for rank, old in enumerate(before) if old is None),
-            before[self.rank(slot)],
+            before[self.rank(process)],
             rounds.index(max(rounds)),
             tuple(rounds),
         )
 
-    def rank(self, slot: int) -> int:
-        """Return the new rank of the process of `slot`."""
-        return self.slots.index(slot)
+    def rank(self, process: int) -> int:
+        """Return the new rank of `process`."""
+        return self.processes.index(process)
 
-    def topology(self, slot: int, before: Topology) -> Topology:
-        """Return the topology of the process of `slot`; its hosts are not known yet."""
-        topology = before._replace(rank=self.rank(slot), world_size=len(self.members))
+    def topology(self, process: int, before: Topology) -> Topology:
+        """Return the topology of `process`; its hosts are not known yet."""
+        topology = before._replace(rank=self.rank(process), world_size=len(self.members))
         return without_nodes(topology)
 
     @property
-    def slots(self) -> tuple[int, ...]:
-        """The slots of the members, by rank."""
-        return tuple(slot for slot, *_ in self.members)
+    def processes(self) -> tuple[int, ...]:
+        """The processes of the members, by rank."""
+        return tuple(member.process for member in self.members)
 
 
 class World:
@@ -118,7 +126,9 @@ class World:
         #: What :func:`syncprims.reform` has changed, in this world or before this rank joined it.
         self.change: Change | None = None
         self.decided = decided  #: a membership whose ranks have not met yet
-        epoch, rounds = (decided.number, decided.members[topology.rank][2]) if decided else (0, 0)
+        epoch, rounds = (
+            (decided.number, decided.members[topology.rank].rounds) if decided else (0, 0)
+        )
         self._begin(topology, epoch, rounds)
 
     def _begin(self, topology: Topology, epoch: int, rounds: int) -> None:
@@ -135,9 +145,9 @@ class World:
         self._nodes: list[int] = []  # of each rank, known after the start
         self._at_end = contextlib.ExitStack()  # closed before this rank leaves
         self.group = self._make_group(range(topology.world_size))  #: of all ranks
-        slots = backend.slots
-        if slots is not None and slots.open and topology.world_size < slots.most:
-            rounds_of(self.group).may_join = slots.waiting
+        elastic = self.settings.elastic and backend.can_reform
+        if elastic and topology.world_size < backend.capacity:
+            rounds_of(self.group).may_join = backend.arrived
 
     @property
     def rank(self) -> int:
@@ -296,7 +306,7 @@ def wait_any(
     timeout: float | None,
     call: str = "a wait for any rank",
 ) -> bool:
-    """Return as :meth:`Backend.wait_any` of the world's backend; transfers go on meanwhile.
+    """Return as :meth:`Backend.wait` of the world's backend; transfers go on meanwhile.
 
     Without a timeout, it ends with an aborted board if this rank is in a deadlock.
 
@@ -325,7 +335,9 @@ def wait_any(
         return found is not None
 
     try:
-        return world._background.wait_any(boards, is_over, timeout, call) and found is None
+        until = math.inf if timeout is None else now() + timeout
+        came = world._background.wait(is_over, until, Awaited(call, boards))
+        return came and found is None
     finally:
         deadlocks.end_wait()
 
@@ -358,7 +370,7 @@ def join_world(world: World) -> None:
     nodes = number_nodes([SaidPlace(*said) for _, said, _ in joined])
     world._nodes = [node for node, _ in nodes]
     world.topology = place_on_nodes(top, nodes)
-    backend.set_topology(world.topology)
+    backend.topology = world.topology
     rounds.local_rank = world.local_rank
     if recorder is not None:
         recorder.topology = world.topology
@@ -449,8 +461,7 @@ def set_world_timeout(world: World, timeout: float) -> None:
 
 def process_number(world: World) -> int:
     """Return this process's number among all that the run ever has: its rank, if none was lost."""
-    slots = world._backend.slots
-    return world.rank if slots is None else slots.own
+    return world._backend.process
 
 
 def rounds_completed(world: World) -> int:
@@ -483,7 +494,7 @@ def leave_rounds(world: World, error: SyncError) -> SyncError:
 
 
 def begin_epoch(
-    world: World, topology: Topology, epoch: int, rounds: int, why: Callable[[], SyncError]
+    world: World, epoch: Epoch, topology: Topology, why: Callable[[], SyncError]
 ) -> None:
     """Make this rank one of a new epoch; whatever belongs to the one before raises ``why()``.
 
@@ -497,11 +508,9 @@ def begin_epoch(
         run = world._recorder.run.partition("-epoch-")[0]
         world._recorder.leave(None)
         new._recorder = _make_recorder(world.settings, topology)
-        new._recorder.run = f"{run}-epoch-{epoch}"
-    slots = world._backend.slots
-    assert slots is not None
-    slots.enter(epoch, topology)
-    new._begin(topology, epoch, rounds)
+        new._recorder.run = f"{run}-epoch-{epoch.number}"
+    world._backend.enter(epoch.number, epoch.processes, topology)
+    new._begin(topology, epoch.number, epoch.members[topology.rank].rounds)
     vars(world).update(vars(new))  # at once
 
 
@@ -535,7 +544,7 @@ def leave_world(world: World, error: BaseException | None) -> None:
 
 def publish_activity(world: World, text: str) -> None:
     """Make `text` what others say about this rank while it is in no call."""
-    world._backend.publish_activity(text)
+    world._backend.publish("activity", text.encode(errors="replace"))
 
 
 def abandon_world(world: World) -> None:

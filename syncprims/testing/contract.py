@@ -226,15 +226,33 @@ class BackendContract:
             assert board.collected == number
 
     @_on_every_rank
-    def test_published_words_can_be_read(self) -> None:
-        """All ranks read what a rank publishes, unless the backend does not support it."""
+    def test_what_is_published_can_be_read(self) -> None:
+        """All ranks read what a process publishes, unless the backend does not support it."""
         backend = current()._backend  # pyright: ignore[reportPrivateUsage]
-        wanted = [b"word of %d" % member + b"." * 2000 for member in range(self.ranks)]
-        backend.publish(wanted[sp.get_rank()])
+        wanted = [b"waits of %d" % member + b"." * 2000 for member in range(self.ranks)]
+        backend.publish("waits", wanted[sp.get_rank()])
         sp.barrier()
-        words = [backend.published(member) for member in range(self.ranks)]
-        assert words in (wanted, [b""] * self.ranks)
-        assert len(set(sp.all_gather(words == wanted))) == 1
+        found = [backend.published("waits", process) for process in backend.members]
+        assert found in (wanted, [b""] * self.ranks)
+        assert len(set(sp.all_gather(found == wanted))) == 1
+        if backend.can_reform:
+            assert [backend.state(process) for process in backend.members] == ["alive"] * self.ranks
+            sp.barrier()
+
+    @_on_every_rank
+    def test_the_first_decision_holds(self) -> None:
+        """Whoever else decides, all ranks have one decision, and a wait for it ends."""
+        backend, rank, now = current()._backend, sp.get_rank(), _board().now  # pyright: ignore[reportPrivateUsage]
+        assert not backend.wait(lambda: bool(backend.decide("contract")), now() + 0.01)
+        sp.barrier()
+        if rank == self.ranks - 1:
+            backend.decide("contract", f"of-{rank}")
+        assert backend.wait(lambda: bool(backend.decide("contract")), now() + _TIME_LIMIT)
+        assert backend.decide("contract", "too-late") == f"of-{self.ranks - 1}"
+        mine = backend.decide("race", f"of-{rank}")
+        decisions = sp.all_gather(mine)
+        assert set(decisions) == {backend.decide("race")}
+        assert mine in [f"of-{other}" for other in range(self.ranks)]
 
     @_on_every_rank
     def test_windows_are_shared(self) -> None:

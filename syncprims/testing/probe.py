@@ -18,13 +18,22 @@ from typing import Any, cast
 
 from syncprims._protocol.threads import threads_that_may_call
 from syncprims._world.world import open_board
-from syncprims.interface import Backend, Board, Label, Note, Slots, Topology, WaitView
+from syncprims.interface import (
+    NOTHING,
+    Awaited,
+    Backend,
+    Board,
+    Label,
+    Note,
+    Topic,
+    Topology,
+    WaitView,
+)
 
 from .errors import Killed
 from .faults import Fault, apply_fault, current_target, is_due
 from .outcomes import RankOutcome, RecordedCall
 
-_Ready = Callable[[], bool]
 JOIN = "init"  # the round in which a world starts; rounds are counted after it
 
 
@@ -78,8 +87,6 @@ class Probe:
 def probe_backend(backend: Backend, probe: Probe) -> Backend:
     """Return `backend`, whose calls are recorded and struck by faults from now on."""
     _derive(_probed_backend, backend, probe)
-    if backend.slots is not None:
-        _derive(_probed_slots, backend.slots, probe)
     return backend
 
 
@@ -109,66 +116,49 @@ def _probed_backend(cls: Any) -> type[Any]:
             board: Any = open_board(cast("Backend", super()), members, name)
             if not hasattr(board, "probe"):
                 _derive(_probed_board, board, self.probe)
-                board.begin(self.slots)
+                board.begin(self)
             return board
 
-        def wait_any(
-            self, boards: Sequence[Board], ready: _Ready, timeout: float | None, call: str
-        ) -> bool:
-            """Wait for the first of several notes; a rank that is killed meanwhile ends."""
-            probe = self.probe
+        def wait(self, ready: Callable[[], bool], until: float, awaited: Awaited = NOTHING) -> bool:
+            """Wait beside the rounds; a rank that is killed meanwhile ends."""
+            probe, call, boards = self.probe, awaited.call, awaited.boards
             probe.check_alive()
             if call:
                 probe.record_wait(call)
-                probe.journal_wait(call, timeout is None)
+            if call and boards:
+                probe.journal_wait(call, until == math.inf)
             try:
-                came: bool = super().wait_any(boards, ready, timeout, call)
+                came: bool = super().wait(ready, until, awaited)
             finally:
-                if call:
+                if call and boards:
                     probe.journal_wait(None, False)
             probe.check_alive()
-            if came and call and not any(board.verdict() for board in boards):
+            if call and (came or not boards) and not any(board.verdict() for board in boards):
                 probe.record_wait(None)
             return came
 
-    return ProbedBackend
-
-
-@functools.cache
-def _probed_slots(cls: Any) -> type[Any]:
-    """Return a class of slots where the steps of a `reform` are recorded, and faults strike."""
-
-    class ProbedSlots(cls):  # type: ignore[misc]
-        probe: Probe
+        # The steps of a `reform`.
 
         def _record(self, step: str) -> None:
             self.probe.check_alive()
             label = Label("reform", step)
-            self.probe.record_call(RecordedCall((self.own,), label, f"epoch {self.epoch}"))
+            self.probe.record_call(RecordedCall((self.process,), label, f"epoch {self.epoch}"))
 
-        def publish_call(self, call: bytes) -> None:
-            self._record("call")
-            super().publish_call(call)
+        def publish(self, topic: Topic, value: bytes) -> None:
+            if topic == "reform":
+                self._record("call")
+            super().publish(topic, value)
 
-        def decide(self, name: str, word: str) -> Any:
-            self._record("decide")
-            return super().decide(name, word)
+        def decide(self, name: str, value: str = "") -> Any:
+            if value:
+                self._record("decide")
+            return super().decide(name, value)
 
-        def enter(self, epoch: int, topology: Topology) -> None:
+        def enter(self, epoch: int, members: Sequence[int], topology: Topology) -> None:
             self._record("enter")
-            super().enter(epoch, topology)
+            super().enter(epoch, members, topology)
 
-        def wait(
-            self, ready: Callable[[], bool], timeout: float, missing: Callable[[], Sequence[int]]
-        ) -> None:
-            probe = self.probe
-            probe.check_alive()
-            probe.record_wait("reform")
-            super().wait(ready, timeout, missing)
-            probe.check_alive()
-            probe.record_wait(None)
-
-    return ProbedSlots
+    return ProbedBackend
 
 
 @functools.cache
@@ -179,13 +169,13 @@ def _probed_board(cls: Any) -> type[Any]:
         probe: Probe
         observed = True
 
-        def begin(self, slots: Slots | None) -> None:
+        def begin(self, backend: Backend) -> None:
             """Record rounds from now on, by the ranks that the members had at the start."""
             self.__ranks: tuple[int, ...] = self.members
             self.__name = self.name
-            if slots is not None and slots.epoch:
-                self.__ranks = tuple(slots.members[rank] for rank in self.members)
-                self.__name = f"{self.name} epoch {slots.epoch}".strip()
+            if backend.epoch:
+                self.__ranks = tuple(backend.members[rank] for rank in self.members)
+                self.__name = f"{self.name} epoch {backend.epoch}".strip()
             self.__last: RecordedCall | str | None = None  # the call of the last round
             self.__recorded = 0  # the last round whose call is recorded
 

@@ -192,8 +192,8 @@ class ThreadWorld:
         number = self._worlds_begun[rank]
         self._worlds_begun[rank] += 1
         if number == len(self._shared_worlds):
-            slots = self._shared_worlds[-1].slots if number else range(self._spec.ranks)
-            self._shared_worlds.append(self._backend.shared_world(self._scheduler, slots))
+            members = self._shared_worlds[-1].members if number else range(self._spec.ranks)
+            self._shared_worlds.append(self._backend.shared_world(self._scheduler, members))
         backend = self._backend(place, settings, self._shared_worlds[number], rank)
         probe = Probe(
             self._outcomes[rank],
@@ -213,7 +213,7 @@ class ThreadWorld:
             board: call for world in self._shared_worlds for board, call in world.waiting.items()
         }
         # Ranks as they are now: `reform` may have changed them since the start.
-        numbers = {s: rank for world in self._shared_worlds for rank, s in enumerate(world.slots)}
+        numbers = {p: rank for world in self._shared_worlds for rank, p in enumerate(world.members)}
         living = {
             numbers.get(o.rank, o.rank) for o in self._run.outcomes if o.end in ("left", "stopped")
         }

@@ -25,8 +25,9 @@ from syncprims.interface import Label, Note, Status
 
 _decisions: Any = import_module("syncprims.backends.torch.decisions")
 _rendezvous: Any = import_module("syncprims.backends.torch.rendezvous")
-_slots: Any = import_module("syncprims.backends.torch.slots")
+_roster: Any = import_module("syncprims.backends.torch.roster")
 _membership: Any = import_module("syncprims._world.membership")
+_world: Any = import_module("syncprims._world.world")
 NOTE = Note(Label("barrier"))
 CUT = "cut off"
 
@@ -216,8 +217,8 @@ class Reforms(Model):
             if what == "waits":
                 after = state.change(number, answers=host.answers[:result])
             elif what == "returns":
-                assert result.slots == members[result.number], "two memberships"
-                assert number in result.slots, "a host passes that was excluded"
+                assert result.processes == members[result.number], "two memberships"
+                assert number in result.processes, "a host passes that was excluded"
                 after = after.change(number, passed=result.number)
             elif result:
                 after = after.change(number, raised=what)
@@ -237,7 +238,7 @@ class Reforms(Model):
         connection = SimpleNamespace(
             placement=self._placement,
             host=number,
-            liveness=SimpleNamespace(state=lambda slot: ["alive"]),
+            liveness=SimpleNamespace(state=lambda process: ["alive"]),
             heartbeat=SimpleNamespace(
                 limit=1.0,
                 silence=lambda host: float(host in silent),
@@ -245,32 +246,46 @@ class Reforms(Model):
             ),
             requests=SimpleNamespace(ask=lambda work, limit: work(store)),
         )
-        roster = _slots.Roster(self._placement)
-        slots = _slots.HostSlots(number, connection, roster, None, elastic=False)
-        slots._admitted.update(roster.local)  # it was in the first epoch, with all of them
+        roster = _roster.Roster(self._placement)
+        processes = _roster.Processes(number, connection, roster, elastic=False)
+        processes._admitted.update(roster.local)  # it was in the first epoch, with all of them
+        processes.members = members
 
-        def wait(ready: Callable[[], bool], timeout: float, waits_for: Any) -> None:
+        def wait(ready: Callable[[], bool], until: float, awaited: Any) -> None:
             given = store.given
             silent.clear()
-            slots.look(store)
+            processes.look(store)
             if not ready():
                 raise _Waits(given)
 
-        slots.wait, slots.now, slots.members = wait, lambda: 0.0, members
-        ranks = [(slot, rank, 0) for rank, slot in enumerate(members)]
-        board = SimpleNamespace(collected=0, virtual_time=False, status=lambda rank: Status())
+        backend = SimpleNamespace(
+            process=number,
+            members=members,
+            capacity=roster.first,
+            decide=processes.decide,
+            publish=lambda topic, value: processes.publish(value),
+            published=lambda topic, process: processes.published(process),
+            state=processes.state,
+            arrived=processes.arrived,
+            wait=wait,
+        )
+        ranks = [_world.Member(process, rank, 0) for rank, process in enumerate(members)]
+        board = SimpleNamespace(
+            collected=0, virtual_time=False, status=lambda rank: Status(), now=lambda: 0.0
+        )
         world = SimpleNamespace(
             rank=members.index(number),
             epoch=host.passed,
             decided=_membership.Epoch(host.passed, len(ranks), ranks),
             group=SimpleNamespace(_rounds=SimpleNamespace(board=board)),
             settings=SimpleNamespace(warn_after=math.inf, agent_store=False),
+            _backend=backend,
             _rounds_before=0,
         )
         deadline = 0.0 if len(host.task) > 1 else math.inf
         terms = _membership._Terms("reform()", 1, 0.0, deadline)
         try:
-            return "returns", _membership._Vote(world, slots, terms, SyncTimeout()).hold()
+            return "returns", _membership._Vote(world, terms, SyncTimeout()).hold()
         except _Next as request:
             return "asks", request.args
         except _Waits as wait_since:
@@ -288,10 +303,10 @@ class Reforms(Model):
             if key.startswith("t/reform/epoch-"):
                 decision = _membership._decode(value.decode())
                 is_epoch = isinstance(decision, _membership.Epoch)
-                members[int(key.rpartition("-")[2])] = decision.slots if is_epoch else ()
+                members[int(key.rpartition("-")[2])] = decision.processes if is_epoch else ()
             elif key == "t/reform/log":
-                for slot, said in map(json.loads, value.splitlines()):
-                    calls[slot] = json.loads(said)[0]
+                for process, said in map(json.loads, value.splitlines()):
+                    calls[process] = json.loads(said)[0]
         return members, calls
 
     def violation(self, state: State, steps: list[tuple[str, State]]) -> str:
