@@ -86,7 +86,7 @@ bench: $(VENV)/bench ## measure against peers: bench/RESULTS.md and pictures; co
 
 dist: $(VENV)/dist ## build and check sdist and wheel
 	rm -rf dist build/lib build/bdist.*
-	$(BIN)/python -m build --quiet
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --quiet
 	$(BIN)/twine check --strict dist/*
 
 release-check: dist ## test the wheel outside the checkout, with oldest and newest dependencies (an hour)

@@ -49,10 +49,24 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 ".venv", "*.egg-info", "build", "__pycache__", ".*_cache"
             )
             shutil.copytree(ROOT, source, ignore=ignore)
-            script = "from setuptools import build_meta as b; b.build_wheel('../dist')"
-            done = run_python("-c", script, cwd=source)
-            assert done.returncode == 0, done.stdout + done.stderr
+            build_wheel(source, dist)
     return dist
+
+
+def build_wheel(source: Path, dist: Path) -> None:
+    script = f"from setuptools import build_meta as b; b.build_wheel({str(dist)!r})"
+    done = run_python("-c", script, cwd=source, SOURCE_DATE_EPOCH="1700000000")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_wheel_built_again_is_equal_bit_for_bit(built: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"  # another folder, whose files have other times
+    ignore = shutil.ignore_patterns("build", "*.egg-info")
+    shutil.copytree(built.parent / "source", again, ignore=ignore, copy_function=shutil.copy)
+    build_wheel(again, tmp_path)
+    (first,), (second,) = built.glob("*.whl"), tmp_path.glob("*.whl")
+    assert first.name == second.name
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
@@ -70,7 +84,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
         zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("/METADATA"))).decode()
     )
     assert "Requires-Dist: filelock" in metadata
-    for extra in ("torch", "test", "trace", "all"):
+    for extra in ("numpy", "progress", "torch", "test", "trace", "all"):
         assert f"Provides-Extra: {extra}" in metadata
 
 
