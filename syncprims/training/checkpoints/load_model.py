@@ -145,10 +145,7 @@ def _read_index(path: str, follow: bool) -> tuple[dict[str, Any], dict[str, str]
     with reading(path):
         data = filesystem.read_small(path, follow=follow)
     index = integrity.parse(path, data)
-    # A bare map of files to load, as some programs write it, is an index, too.
-    is_bare = all(isinstance(file, str) for file in index.values())
-    file_of = index if is_bare else index.get("weight_map")
-    metadata: Any = {} if is_bare else index.get("metadata", {})
+    file_of, metadata = index.get("weight_map"), index.get("metadata", {})
     if not isinstance(metadata, dict) or not isinstance(file_of, dict):
         raise refusal(path, "not an index", "metadata and weight_map", ", ".join(index))
     if not integrity.has_seal(data, SHARDS):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from support.checkpoint_worlds import Alone, Kept
 from support.file_faults import nothing, watched
 from torch import nn
@@ -320,16 +318,6 @@ def test_missing_parts(model: Callable[[], nn.Module], tmp_path: Path, alone: Al
     with pytest.raises(sp.CheckpointError, match=r"1\.weight.*1\.bias.*is loaded in part"):
         load_checkpoint_in_model(model(), tmp_path / "m")
     load_checkpoint_in_model(model(), tmp_path / "m", strict=False)
-
-
-def test_a_bare_map_of_files_is_an_index(tmp_path: Path, alone: Alone) -> None:
-    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    names = {name: f"{name}.safetensors" for name in ("weight", "bias")}
-    for name, file in names.items():
-        save_file({name: model.state_dict()[name]}, tmp_path / file)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(names))
-    load_checkpoint_in_model(other, tmp_path)
-    assert are_equal(model, other)
 
 
 def test_what_a_part_renames_is_not_missing(tmp_path: Path, alone: Alone) -> None:
