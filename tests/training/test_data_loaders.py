@@ -492,18 +492,6 @@ class Endless(Moved):
             yield next(self.held)
 
 
-class EndlessLater(Endless):
-    """Begins it with its first epoch."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.held = None
-
-    def __iter__(self) -> Any:
-        self.held = self.held or DataLoader.__iter__(self)
-        return super().__iter__()
-
-
 class Halves(Moved):
     def __iter__(self) -> Any:
         return (half for batch in super().__iter__() for half in batch)
@@ -512,11 +500,6 @@ class Halves(Moved):
 class Few(Moved):
     def __iter__(self) -> Any:
         return itertools.islice(super().__iter__(), 1)
-
-
-class Filtered(Moved):
-    def __iter__(self) -> Any:
-        return (batch for batch in super().__iter__() if batch[0] > 104)
 
 
 class FromOther(Moved):
@@ -541,7 +524,7 @@ def test_an_iteration_that_goes_its_own_way_is_refused(world: Ranks) -> None:
             syncprims.ConfigurationError, match=r"Computed\.batch_sampler is a prop"
         ):
             prepare_data_loader(Computed(range(4)))  # type: ignore[arg-type]
-        for kind in (Endless, EndlessLater, Halves, Few, Filtered, FromOther):
+        for kind in (Endless, Halves, Few, FromOther):
             with pytest.raises(syncprims.ConfigurationError, match=rf"{kind.__name__}\.__iter__"):
                 list(prepare_data_loader(kind(16)))
 
