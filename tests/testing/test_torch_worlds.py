@@ -361,20 +361,6 @@ def test_a_profiler_is_refused_where_ranks_are_threads() -> None:
     run_world(body, 2, torch=True)
 
 
-@both_kinds
-def test_a_rank_that_starts_ranks_is_told_of_the_option(kind: Any) -> None:
-    launchers: Any = torch.multiprocessing
-
-    def body() -> str:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            launchers.spawn(print, nprocs=0)
-        return str(caught[0].message)
-
-    for told in run_world(body, 2, kind=kind, torch=True):
-        assert "run it with pytest --syncprims-worlds" in told
-
-
 def test_warnings_are_recorded_by_rank() -> None:
     def body() -> list[str]:
         with warnings.catch_warnings(record=True) as caught:

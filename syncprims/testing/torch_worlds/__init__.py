@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import pickle
 import tempfile
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -299,23 +298,6 @@ class _SameParameters:
             )
 
 
-def _advise_on_spawn() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which a rank that starts ranks by ``torch.multiprocessing`` warns."""
-    module: Any = importlib.import_module("torch.multiprocessing.spawn")
-    start = module.start_processes
-
-    def advise(*args: Any, **named: Any) -> Any:
-        text = (
-            "a rank of a test world starts processes, which are not ranks of this world. A test "
-            "that starts its own ranks needs no world around it: run it with pytest "
-            "--syncprims-worlds"
-        )
-        warnings.warn(text, stacklevel=3)
-        return start(*args, **named)
-
-    return torch_internals.replaced((module, "start_processes", advise))
-
-
 @contextlib.contextmanager
 def _serve(store: Path) -> Generator[None]:
     """Serve, within the block, every group that this process opens; `store` is a file."""
@@ -323,7 +305,6 @@ def _serve(store: Path) -> Generator[None]:
         torch_internals.replaced_rendezvous(_Rendezvous(store)),
         serve_every_backend(),
         torch_internals.before_ddp_forward(_SameParameters(store)),
-        _advise_on_spawn(),
     ):
         yield
 
