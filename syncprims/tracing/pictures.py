@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from syncprims.errors import BackendUnavailable, ConfigurationError, install
+from syncprims.errors import BackendUnavailable, install
 
 from .analysis import Analysis, seconds_text
 from .reading import RankTrace
@@ -34,28 +34,21 @@ _INCHES = 12.0
 
 
 def draw_image(analysis: Analysis, path: Path) -> None:
-    """Write the timeline to `path`, in the format of its suffix; without one, as a PNG.
+    """Write the timeline to `path` as a PNG.
 
     :raises BackendUnavailable: if matplotlib is not installed.
-    :raises ConfigurationError: if matplotlib has no format with that suffix.
     :raises OSError: if the file cannot be written.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
         what = f"--png draws with matplotlib, which is not installed: {install('trace')}"
         raise BackendUnavailable(f"{what}. Or open trace.json at ui.perfetto.dev") from error
-    kind = path.suffix[1:].lower() or "png"
     count = len(analysis.summaries)
     row_height = min(0.34, max(0.13, 8.0 / count))
     height = row_height * count + 1.6
     figure: Any = Figure(figsize=(_INCHES, height), dpi=110)
-    formats = FigureCanvasAgg(figure).get_supported_filetypes()
-    if kind not in formats:
-        what = f"--png {path}: matplotlib has no format {kind!r}"
-        raise ConfigurationError(f"{what}; end the name with one of {', '.join(formats)}")
     several_hosts = len({summary.host for summary in analysis.summaries}) > 1
     names = [
         f"rank {summary.rank}" + (f"  {summary.host}" if several_hosts else "")
@@ -90,7 +83,7 @@ def draw_image(analysis: Analysis, path: Path) -> None:
     handles = [Patch(color=colour, label=label) for colour, label in meanings.items()]
     figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(left, 0.0), ncols=3,
                   frameon=False, fontsize=9)  # fmt: skip
-    figure.savefig(path, format=kind)  # without `format`, matplotlib adds a suffix to the name
+    figure.savefig(path, format="png")  # without `format`, matplotlib adds a suffix to the name
 
 
 def _row_pixels(analysis: Analysis, rank: RankTrace) -> NDArray[Any]:

@@ -349,32 +349,22 @@ def test_no_matplotlib(planted: Planted, tmp_path: Path, monkeypatch: pytest.Mon
         draw_image(analysis_of(planted), tmp_path / "no.png")
 
 
-@pytest.mark.parametrize(("name", "begins"), [("timeline", b"\x89PNG"), ("t.SVG", b"<?xml")])
-def test_a_picture_is_there(planted: Planted, tmp_path: Path, name: str, begins: bytes) -> None:
+def test_a_picture_has_the_name_that_was_given(planted: Planted, tmp_path: Path) -> None:
     (where := tmp_path / "pictures").mkdir()
-    done = command(planted.directory, "--png", where / name)
+    done = command(planted.directory, "--png", where / "run.v2")
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"{where / name}: the timeline" in done.stdout
-    assert [path.name for path in where.iterdir()] == [name]
-    assert (where / name).read_bytes().startswith(begins)
+    assert [path.name for path in where.iterdir()] == ["run.v2"]
+    assert (where / "run.v2").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("name", "code", "told"),
-    [
-        ("run.v2", 2, "matplotlib has no format 'v2'; end the name with one of "),
-        ("", 1, "syncprims: cannot write "),  # a directory
-        ("absent/timeline.png", 1, "syncprims: cannot write "),
-    ],
-)
+@pytest.mark.parametrize("name", ["", "absent/timeline.png"])  # the first one is a directory
 def test_a_picture_that_cannot_be_drawn_hides_nothing(
-    planted: Planted, tmp_path: Path, name: str, code: int, told: str
+    planted: Planted, tmp_path: Path, name: str
 ) -> None:
     (where := tmp_path / "pictures").mkdir()
     done = command(planted.directory, "--png", where / name)
-    assert (done.returncode, told in done.stderr) == (code, True), done.stderr
-    assert ("Rank 2 is the straggler" in done.stdout) == (code == 1)
-    assert [path.name for path in tmp_path.iterdir() if path.suffix] == []
+    assert (done.returncode, "syncprims: cannot write " in done.stderr) == (1, True), done.stderr
+    assert "Rank 2 is the straggler" in done.stdout
     assert [*where.iterdir()] == []
 
 
