@@ -27,7 +27,7 @@ from . import configuration
 from .configuration import DataLoaderConfiguration, GradientAccumulationPlugin
 from .data_loader import loader_options, skip_first_batches
 from .saving import Checkpointing
-from .state import GradientState, RankCalls, state_of_job
+from .state import AcceleratorState, GradientState, RankCalls, state_of_job
 from .tracking import Tracking
 
 __all__ = [
@@ -131,8 +131,9 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         self._trigger = _Trigger("accelerator")
         self._start_saving(project_dir, project_config)
         self._start_tracking(log_with)
-        self.state = state_of_job(self.accumulator, device)  #: this rank, under Accelerate's names
-        self.gradient_state = GradientState(accumulator=self.accumulator)
+        #: This rank, under Accelerate's names.
+        self.state: AcceleratorState = state_of_job(self.accumulator, device)
+        self.gradient_state: GradientState = GradientState(accumulator=self.accumulator)
         self.step = 0  #: of the script, if it counts here
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
@@ -290,11 +291,11 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         self._data = data
         self.preparation.loader_options = functools.partial(loader_options, data)
 
-    device_placement = delegated("preparation.device_placement", settable=True)
-    even_batches = delegated("_data.even_batches", settable=True)
-    split_batches = delegated("_data.split_batches")
-    dispatch_batches = delegated("_data.dispatch_batches")
-    non_blocking = delegated("_data.non_blocking")
+    device_placement: Any = delegated("preparation.device_placement", settable=True)
+    even_batches: Any = delegated("_data.even_batches", settable=True)
+    split_batches: Any = delegated("_data.split_batches")
+    dispatch_batches: Any = delegated("_data.dispatch_batches")
+    non_blocking: Any = delegated("_data.non_blocking")
     use_stateful_dataloader: bool = delegated("_data.use_stateful_dataloader")
     use_seedable_sampler: bool = delegated("_data.use_seedable_sampler")
 

@@ -97,8 +97,8 @@ class Checkpointing:
         self._before_saving: OrderedDict[int, SaveHook] = OrderedDict()
         self._before_loading: OrderedDict[int, LoadHook] = OrderedDict()
 
-    project_dir = delegated("project_configuration.project_dir", "The project's directory.")
-    logging_dir = delegated("project_configuration.logging_dir", "Where trackers may write.")
+    project_dir: Any = delegated("project_configuration.project_dir", "The project's directory.")
+    logging_dir: Any = delegated("project_configuration.logging_dir", "Where trackers may write.")
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write `obj` to the file `f` on rank 0, completely or not at all; others return at once.

@@ -58,12 +58,14 @@ class RankCalls:
         on_cpu = self.device.type == "cpu"
         return DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
 
-    num_processes = _answer(syncprims.get_world_size, "The number of ranks.")
-    process_index = _answer(syncprims.get_rank, "This rank.")
-    local_process_index = _answer(syncprims.get_local_rank, "This rank's number on its node.")
-    is_main_process = _answer(syncprims.is_main, "Whether this is rank 0.")
-    is_local_main_process = _answer(syncprims.is_local_main, "Whether it is first on its node.")
-    is_last_process = _answer(syncprims.is_last, "Whether this is the highest rank.")
+    num_processes: int = _answer(syncprims.get_world_size, "The number of ranks.")
+    process_index: int = _answer(syncprims.get_rank, "This rank.")
+    local_process_index: int = _answer(syncprims.get_local_rank, "This rank's number on its node.")
+    is_main_process: bool = _answer(syncprims.is_main, "Whether this is rank 0.")
+    is_local_main_process: bool = _answer(
+        syncprims.is_local_main, "Whether it is first on its node."
+    )
+    is_last_process: bool = _answer(syncprims.is_last, "Whether this is the highest rank.")
 
     @property
     def use_distributed(self) -> bool:

@@ -38,15 +38,17 @@ class Transfer(Work):
         """Send `tensor` through `channel`; or receive into it from the group rank `src`."""
         super().__init__()
         self.channel = channel
-        self.note = channel.note_of(tensor)
+        self.note: Note = channel.note_of(tensor)
         self.piece_timeout = timeout  #: seconds; `timeout` is an attribute of torch's Work
-        self.done = False
+        self.done: bool = False
         self.posted = self.collected = 0  #: pieces
         self._tensor, self._src = tensor, src
         self._outputs = None if src is None else OutputTensors(tensor)
-        self.data = raw(items_of(tensor) if self._outputs is None else self._outputs.items[0])
+        self.data: memoryview = raw(
+            items_of(tensor) if self._outputs is None else self._outputs.items[0]
+        )
         #: How often the channel posts for it.
-        self.pieces = max(1, -(-len(self.data) // channel.piece_size))
+        self.pieces: int = max(1, -(-len(self.data) // channel.piece_size))
         channel.add(self)
 
     def piece(self, number: int) -> memoryview:
@@ -58,7 +60,8 @@ class Transfer(Work):
         """Fill the tensor of a receive: all pieces have passed."""
         if self._outputs is not None:
             self._outputs.finish()
-        self.done, self.data = True, memoryview(b"")  # the memory is not needed any more
+        self.done = True
+        self.data = memoryview(b"")  # the memory is not needed any more
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when it is over; without a timeout, that of the group holds for each piece."""
@@ -125,7 +128,7 @@ class Channel:
         # The cell of a round is free again after twice the depth of the board, as are these slots.
         self._slots = 2 * board.depth
         limit = board.note_limit or 1 << 62
-        self.piece_size = len(self._window.memory) // self._slots if self._window else limit
+        self.piece_size: int = len(self._window.memory) // self._slots if self._window else limit
 
     def note_of(self, tensor: torch.Tensor) -> Note:
         """Return the note of a transfer that the user's line, on the stack now, has asked for."""

@@ -151,7 +151,8 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     getBackendName = _get_backend_name = name
 
     #: What torch has called the group, and what the program has. They hide properties of C++.
-    group_name, group_desc = "", "undefined"
+    group_name: str = ""
+    group_desc: str = "undefined"
 
     def getGroupName(self) -> str:
         """Return the name that torch has given to the group."""

@@ -70,9 +70,9 @@ class Style:
     """Colours text if the stream is a terminal and ``NO_COLOR`` is not set."""
 
     def __init__(self, stream: TextIO, environ: Mapping[str, str]) -> None:
-        self.is_terminal = stream.isatty()
+        self.is_terminal: bool = stream.isatty()
         plain = environ.get("NO_COLOR") or environ.get("TERM") == "dumb"
-        self.on = self.is_terminal and not plain
+        self.on: bool = self.is_terminal and not plain
 
     def __call__(self, kind: str, text: str) -> str:
         """Return `text` in this style: bold, red, green or yellow."""

@@ -133,7 +133,7 @@ class Sink:
         self._name = name
         self._screen = screen
         self._facts = facts
-        self.is_terminal = stream.isatty() and facts is None
+        self.is_terminal: bool = stream.isatty() and facts is None
         self.error: OSError | None = None  #: the first failed write
         self._tracebacks: dict[bytes, int] = {}  # that were shown, and which rank was the first
 
@@ -233,10 +233,10 @@ class Output:
     ) -> None:
         self._interrupts = interrupts
         screen = _Screen()
-        self.stdout = Sink(stdout, "stdout", screen, facts)
+        self.stdout: Sink = Sink(stdout, "stdout", screen, facts)
         # Two terminals are one, most likely; a file has a line of its own.
         both = self.stdout.is_terminal and stderr.isatty()
-        self.stderr = Sink(stderr, "stderr", screen if both else _Screen(), facts)
+        self.stderr: Sink = Sink(stderr, "stderr", screen if both else _Screen(), facts)
         self._said = collections.deque[list[bytes]]()
         self._added = collections.deque[Source]()
         self._thread: threading.Thread | None = None

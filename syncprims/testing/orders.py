@@ -59,7 +59,7 @@ class OrderSchedule:
         """Give the turn of these steps to these ranks; `asleep` applies after the last of them."""
         self.steps: list[Step] = []
         self.redundant: int | None = None  #: from this step on, it repeats an order
-        self.diverged = False  #: a rank could not continue that could in the run before
+        self.diverged: bool = False  #: a rank could not continue that could in the run before
         self._ranks = ranks
         self._last = max(ranks, default=-1)
         self._asleep = dict(asleep or {})

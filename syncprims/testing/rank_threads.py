@@ -102,7 +102,7 @@ def _submit_in_rank(
 
 
 #: Threads belong to the ranks that start them, and tasks of a pool to those that submit them.
-threads_belong_to_ranks = Replacement(
+threads_belong_to_ranks: Replacement = Replacement(
     lambda: [
         (threading.Thread, "start", _start_in_rank),
         (ThreadPoolExecutor, "submit", _submit_in_rank),

@@ -176,11 +176,11 @@ class _Turn:
         self._scheduler = scheduler
         self.rank = rank
         self.own = own  #: the rank's own thread, and not one that the program has started
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
         self.lock.acquire()  # released when the thread gets the turn
         self.waits = own  #: for the turn; a rank's own thread begins with that
         self.ready: Callable[[], bool] | None = None
-        self.until = math.inf
+        self.until: float = math.inf
         self.done = False
         self.substitute: int | None = None  #: the thread that makes a call in place of the own one
         self._depth = 0
@@ -238,10 +238,11 @@ class Scheduler:
         enter_rank: Callable[[int], None] | None = None,
         late: int = 0,
     ) -> None:
-        self.steps = 0  #: decisions made
-        self.aborted = False
-        self.threads = [RankThreads() for _ in range(ranks)]  #: that each rank has started
-        self.finished = threading.Event()
+        self.steps: int = 0  #: decisions made
+        self.aborted: bool = False
+        #: Those that each rank has started.
+        self.threads: list[RankThreads] = [RankThreads() for _ in range(ranks)]
+        self.finished: threading.Event = threading.Event()
         self._turns = [_Turn(self, rank, own=True) for rank in range(ranks)]
         self._late = list(range(ranks - late, ranks))  # ranks that start later, if at all
         for rank in self._late:
@@ -252,7 +253,7 @@ class Scheduler:
         self._holder: _Turn | None = None  # of the turn; None while no thread can have it
         self._passing = threading.Lock()  # held while the holder changes
         self._schedule = schedule
-        self.exact = schedule.exact  #: all orders are explored: ranks say what they access
+        self.exact: bool = schedule.exact  #: all orders are explored: ranks say what they access
         self._choosing = False  # what ranks wait for is looked at
         self._break_standstill = break_standstill
         self._enter_rank = enter_rank

@@ -94,7 +94,9 @@ class _RankStream:
 
 
 #: While worlds of threads run.
-capture_ranks = Replacement(lambda: [(sys, name, _RankStream(name)) for name in _STREAMS])
+capture_ranks: Replacement = Replacement(
+    lambda: [(sys, name, _RankStream(name)) for name in _STREAMS]
+)
 
 
 # -- what the test decides -------------------------------------------------------------------------

@@ -105,7 +105,8 @@ class Recorder:
         self._directory = os.path.abspath(directory)  # noqa: PTH100 - pathlib is slow to import
         self._most = limit // 2 - 2 * _LONGEST_TEXT  # bytes of a file, before the last entry
         self.topology = topology
-        self.run = f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{os.urandom(3).hex()}"  #: if rank 0's
+        #: If rank 0's.
+        self.run: str = f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{os.urandom(3).hex()}"
         self.virtual = False  #: the clock is a test's
         self._early: list[tuple[Any, ...]] = []  # entries before there is a file
         self._file: _File | None = None

@@ -63,11 +63,11 @@ class Accumulator:
         sync_each_batch: bool = False,
         divide_by_steps: bool = False,
     ) -> None:
-        self.precision = precision or Precision("no")
+        self.precision: Precision = precision or Precision("no")
         self.sync_with_dataloader = sync_with_dataloader  #: a loader's last batch closes a window
         self.sync_each_batch = sync_each_batch  #: gradients are averaged after each micro-batch
         self.divide_by_steps = divide_by_steps  #: each mean loss, whatever its window holds
-        self.loaders = OpenLoaders()  #: prepared loaders that are being iterated
+        self.loaders: OpenLoaders = OpenLoaders()  #: prepared loaders that are being iterated
         self.models: list[nn.Module] = []  #: prepared models, for a block that names none
         self.optimizers: list[Any] = []  #: prepared optimizers that step with this accumulator
         self.schedules: list[Any] = []  #: that follow these optimizers
@@ -345,10 +345,11 @@ class AccumulationWindow:
     def __init__(
         self, models: Sequence[nn.Module], given: tuple[nn.Module, ...], accumulator: Accumulator
     ) -> None:
-        self.models = tuple(models)
+        self.models: tuple[Any, ...] = tuple(models)
         self.given = given  #: the models that its blocks name: none means all prepared models
-        self.sync = False  #: it is closed, or closes with the current micro-batch: a step follows
-        self.inside = False  #: the current code is in its block
+        #: It is closed, or closes with the current micro-batch: a step follows.
+        self.sync: bool = False
+        self.inside: bool = False  #: the current code is in its block
         self.norm: torch.Tensor | None = None  #: of the last clipped gradients
         self._accumulator = accumulator
         self._serial = 0  # of the latest batch that it has seen
@@ -362,10 +363,11 @@ class AccumulationWindow:
         self._reset()
 
     def _reset(self) -> None:
-        self.period = object()  #: the identity of the sums until the next step
-        self.count = 0  #: micro-batches, the current one included
-        self.passes = 0  #: backward passes
-        self.sync = self.stepped = False  #: an optimizer has stepped with it
+        self.period: object = object()  #: the identity of the sums until the next step
+        self.count: int = 0  #: micro-batches, the current one included
+        self.passes: int = 0  #: backward passes
+        self.sync = False
+        self.stepped: bool = False  #: an optimizer has stepped with it
         self._items = 0.0  # of this rank; without weights, its micro-batches
         self._weighted: bool | None = None
         self._current: float | None = None  # items of the current micro-batch
@@ -381,7 +383,8 @@ class AccumulationWindow:
         for p in self.parameters:
             p.grad = None
         self._reset()
-        self.sync = self.stepped = True
+        self.sync = True
+        self.stepped = True
 
     @property
     def parameters(self) -> list[nn.Parameter]:

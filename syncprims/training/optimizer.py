@@ -37,9 +37,9 @@ class PreparedOptimizer(Optimizer):
         self._recorder: Any = _StepRecorder(optimizer)
         # An optimizer's own zero_grad() is always called.
         self._plain = getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
-        self.steps_taken = 0
-        self.steps_skipped = 0
-        self.step_was_skipped = False  #: the last step met an overflow, on some rank
+        self.steps_taken: int = 0
+        self.steps_skipped: int = 0
+        self.step_was_skipped: bool = False  #: the last step met an overflow, on some rank
         self._follow(accumulator)
 
     def _follow(self, accumulator: Accumulator) -> None:
@@ -57,9 +57,9 @@ class PreparedOptimizer(Optimizer):
 
     # -- the optimizer's own ------------------------------------------------------------------
 
-    state = delegated("optimizer.state", settable=True)
-    param_groups = delegated("optimizer.param_groups", settable=True)
-    defaults = delegated("optimizer.defaults", settable=True)
+    state: Any = delegated("optimizer.state", settable=True)
+    param_groups: Any = delegated("optimizer.param_groups", settable=True)
+    defaults: Any = delegated("optimizer.defaults", settable=True)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("train", "eval"):  # the modes of schedule-free ones: others have none

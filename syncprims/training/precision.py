@@ -42,7 +42,7 @@ class Precision:
         if mode not in ("no", "fp16", "bf16"):
             raise ConfigurationError(f"{source}={mode!r}: it takes 'no', 'fp16' or 'bf16'")
         self.mode = mode
-        self.device = torch.device(device)
+        self.device: Any = torch.device(device)
         self.scaler: torch.amp.GradScaler | None = None  #: of the loss; fp16 only
         self._stepped: set[int] = set()
         if mode != "no":

@@ -317,7 +317,8 @@ class TorchThreads:
         # so it is imported before a rank has a group.
         importlib.import_module("torch.distributed.nn.functional")
         self._globals = RankGlobals(environs)
-        self.enter = self._globals.enter  #: see there; called with each rank that gets the turn
+        #: See there; called with each rank that gets the turn.
+        self.enter: Callable[[int | None], None] = self._globals.enter
 
     @contextlib.contextmanager
     def serve(self) -> Generator[None]:

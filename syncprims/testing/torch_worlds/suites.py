@@ -100,12 +100,12 @@ class Suites:
 
     def __init__(self, kind: Kind) -> None:
         """Replace the launchers; import torch before the suites do."""
-        self.in_worlds = 0  #: launches
+        self.in_worlds: int = 0  #: launches
         self.in_processes: Counter[str] = Counter()  #: of those, by what threads have refused
         self.left_alone: Counter[str] = Counter()  #: launches, by the reason
         self._kind: Kind = kind
         self._undo = contextlib.ExitStack()
-        self.close = self._undo.close  #: puts the launchers back
+        self.close: Callable[[], None] = self._undo.close  #: puts the launchers back
         self._serve_start_processes()
         self._serve_elastic_launch()
         self._serve_pools()

@@ -65,7 +65,7 @@ class Saving:
     def __init__(self, path: str, save: Save | None = None) -> None:
         """With `save`, it is written by a thread of each rank; else it is complete."""
         self.path = path  #: the checkpoint's directory
-        self.begun = False  #: then only the thread removes what it has not finished
+        self.begun: bool = False  #: then only the thread removes what it has not finished
         if save is None:
             return
         self._save = save
@@ -86,7 +86,8 @@ class Saving:
         """Start to write, and own `lock`."""
         self._lock = lock.pop_all()
         current().extras[_KEY] = self
-        self.begun = True  # first: a signal handler may raise in `start`, and the thread runs on
+        # First: a signal handler may raise in `start`, and the thread runs on.
+        self.begun = True
         if rounds_of(self._group).board.virtual_time:
             self._run()
         else:

@@ -186,7 +186,7 @@ class Save:
     def __init__(self, doing: str, ranks: list[int]) -> None:
         self.doing = doing
         self.ranks = ranks
-        self.number = ranks.index(get_rank())
+        self.number: int = ranks.index(get_rank())
 
     def name_files(self, files: list[FilePlan], more: list[Any]) -> None:
         """Set :attr:`files`, from those of the groups and `more`; this may change the head."""

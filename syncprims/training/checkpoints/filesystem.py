@@ -149,7 +149,7 @@ class ExistingFile:
         except BaseException:
             self.close()
             raise
-        self.size = found.st_size
+        self.size: int = found.st_size
         self._modified = found.st_mtime_ns
 
     def read_into(self, buffer: memoryview, offset: int) -> None:

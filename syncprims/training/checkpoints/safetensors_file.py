@@ -226,7 +226,7 @@ class SafetensorsFile:
             if not all(isinstance(text, str) for text in texts):
                 raise refusal(path, "wrong header", "metadata of texts", repr(metadata))
             self.metadata: dict[str, str] = metadata
-            self.tensors = self._parse_entries(fields, len(begin))
+            self.tensors: dict[str, StoredTensor] = self._parse_entries(fields, len(begin))
             self._begin, self._digest = take_seal(begin)
             self._is_ours = has_seal(begin, _VERSION)
         except BaseException:

@@ -385,7 +385,7 @@ class Checkpoints:
             raise ValueError(f"keep_last={keep_last!r}: it takes 1 or more, or None for all")
         if "/" in prefix or prefix.startswith(".") or "\0" in prefix:
             raise ValueError(f"prefix={prefix!r}: it must be the beginning of a directory's name")
-        self.directory = directory_path(directory)
+        self.directory: str = directory_path(directory)
         self.keep_last = keep_last
         self.prefix = prefix
 

@@ -85,12 +85,12 @@ class BatchShard:
         self.batch_sampler: Any = batches  #: the sampler itself
         self.plan = plan
         self.batch_size: int | None = getattr(batches, "batch_size", None)
-        self.drop_last = bool(getattr(batches, "drop_last", False))
+        self.drop_last: bool = bool(getattr(batches, "drop_last", False))
         self.start = self.skip = self.seed = self.epoch = 0
         self.checked = False  #: the first batches are compared on all ranks
         self.seeded = True  #: the order follows from seed and epoch, else from torch's generators
-        self.latest = Draw()  #: of the iteration that began last
-        self.single = False  #: each rank gets one index at a time, and not a list of them
+        self.latest: Draw = Draw()  #: of the iteration that began last
+        self.single: bool = False  #: each rank gets one index at a time, and not a list of them
         self.worker_rank: int | None = None  #: with it, each batch seeds the worker that reads it
         if plan.split and self.batch_size is not None and self.batch_size % plan.ranks:
             what = f"split_batches: {plan.ranks} ranks cannot share a batch of {self.batch_size}"
@@ -117,7 +117,8 @@ class BatchShard:
         return plan.share_of(batches, size, items)
 
     def __iter__(self) -> Iterator[Any]:
-        self.latest = drawn = Draw()
+        drawn = Draw()
+        self.latest = drawn
         dealt = self._dealt(drawn)
         if self.seeded:
             dealt = draw(dealt, self.batches, self.seed, self.epoch)

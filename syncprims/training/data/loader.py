@@ -33,7 +33,7 @@ class Cursor:
 
     def __init__(self, loader: object) -> None:
         self._loader = weakref.ref(loader)
-        self.serial = 0  #: of its latest batch
+        self.serial: int = 0  #: of its latest batch
         self.at_end = False  #: the latest batch is the last
         self.beside: tuple[Cursor, ...] = ()  #: others that alternate with it, as in ``zip``
         self.real: int | None = None  #: items of all ranks' latest batches that are not padding
@@ -50,7 +50,7 @@ class OpenLoaders:
     """The iterations of prepared loaders that run now, outermost first."""
 
     def __init__(self) -> None:
-        self.serial = 0  #: the number of batches yielded so far
+        self.serial: int = 0  #: the number of batches yielded so far
         self.open: list[Cursor] = []
 
     def leave(self, cursor: Cursor) -> None:
@@ -64,7 +64,8 @@ class OpenLoaders:
         If a cursor that was taken to be over goes on, it is not a loop inside of others: it runs
         beside them.
         """
-        self.serial = cursor.serial = self.serial + 1
+        self.serial += 1
+        cursor.serial = self.serial
         if cursor not in self.open:
             cursor.beside = tuple(self.open)
             self.open.append(cursor)

@@ -21,8 +21,8 @@ class SeedableRandomSampler(data.RandomSampler):
 
     def __init__(self, *args: Any, data_seed: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
-        self.epoch = 0
+        self.initial_seed: Any | int = torch.initial_seed() if data_seed is None else data_seed
+        self.epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`."""
