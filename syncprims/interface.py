@@ -112,12 +112,12 @@ class Label:
         site: str = "?",
         data: bytes = b"",
     ) -> None:
-        self.kind = kind
-        self.name = name
-        self.src = src
-        self.op = op
-        self.site = site
-        self.data = data
+        self.kind: str = kind
+        self.name: str | None = name
+        self.src: int | None = src
+        self.op: str | None = op
+        self.site: str = site
+        self.data: bytes = data
         self._encoded: bytes | None = None
 
     def __eq__(self, other: object) -> bool:
@@ -332,7 +332,7 @@ class Board(ABC):
     seen_outside: bool = False
 
     def __init__(self, members: Sequence[int], name: str = "") -> None:
-        self.members = tuple(members)  #: world ranks, ascending
+        self.members: tuple[int, ...] = tuple(members)  #: world ranks, ascending
         self.name = name  #: distinguishes the boards of the same members
         # The implementation counts before a note can be seen, and before a round's notes are
         # returned: so an interrupt never finds a count that is too low.
@@ -442,12 +442,12 @@ class Backend(ABC):
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
         #: This process's own numbers. Those about hosts are set once the ranks have met.
-        self.topology = topology
-        self.settings = settings
-        self.capacity = topology.world_size  #: members at one time, at most
-        self.process = topology.rank  #: the number of this process
-        self.epoch = 0  #: the number of the present one
-        self.members = tuple(range(topology.world_size))  #: the process of each of its ranks
+        self.topology: Topology = topology
+        self.settings: Settings = settings
+        self.capacity: int = topology.world_size  #: members at one time, at most
+        self.process: int = topology.rank  #: the number of this process
+        self.epoch: int = 0  #: the number of the present one
+        self.members: tuple[int, ...] = tuple(range(topology.world_size))  #: the process of each of its ranks
 
     @classmethod  # noqa: B027 - optional
     def check(cls, topology: Topology, settings: Settings) -> None:

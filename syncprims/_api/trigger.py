@@ -51,7 +51,7 @@ class Trigger:
         self.reason: str | None = None  #: after a true check: the lowest setter's reason
         self._stop_note: str | None = None  # the file that tells our launcher of a SIGTERM
         #: After a check: whether processes wait to join the run in a :func:`syncprims.reform`.
-        self.joiners = False
+        self.joiners: bool = False
 
     def set(self, reason: str | None = None) -> None:
         """Raise the flag on this rank; every rank sees it at its next check. Waits for no rank.

@@ -34,7 +34,7 @@ class Background:
         self._backend = backend
         self.tasks: dict[Task, None] = {}  #: empty nearly always
         #: Held while a task takes a step: several threads of this rank may wait.
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()
 
     def keep(self, task: Task, *, unfinished: bool) -> None:
         """Continue `task` in later waits, or stop it."""

@@ -105,7 +105,8 @@ class DeadlockDetector:
     """Publishes where this rank waits, and looks for a deadlock in what all have published."""
 
     def __init__(self, backend: Backend) -> None:
-        self.holds_verdict = False  #: this rank has found a deadlock, and still publishes that
+        #: This rank has found a deadlock, and still publishes that.
+        self.holds_verdict: bool = False
         self._backend = backend
         self._boards: dict[Board, Callable[[], int]] = {}
         self._waits: dict[int, dict[str, Any]] = {}  # by thread, as they are published

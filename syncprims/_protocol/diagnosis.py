@@ -85,8 +85,8 @@ class Snapshot:
         self._seen = seen
         self._starts = first_call is not None
         #: that this rank waits in
-        self.call = first_call or str(self._seen[rank].label or "its first call")
-        self.missing = [r for r, status in self._seen.items() if status.rounds < number]
+        self.call: str = first_call or str(self._seen[rank].label or "its first call")
+        self.missing: list[int] = [r for r, status in self._seen.items() if status.rounds < number]
         self._waited = waited
 
     @property

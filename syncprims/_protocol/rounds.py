@@ -68,8 +68,8 @@ class Rounds:
         self.board = board
         self.rank = rank
         self.local_rank = local_rank
-        self.members = board.members
-        self.index = board.members.index(rank)  #: of this rank among the members
+        self.members: tuple[int, ...] = board.members
+        self.index: int = board.members.index(rank)  #: of this rank among the members
         self.settings = settings
         self._library_rounds = library_rounds
         # In a test of threads, it warns of what would be wrong in silence elsewhere.
@@ -80,7 +80,8 @@ class Rounds:
         self._deadlocks = deadlocks
         self._background, self._tasks = background, background.tasks
         self._pending: dict[int, PendingRound] = {}  # by the number of the round
-        self.note = NoteCache().note  #: see there for what it asks of its caller
+        #: See there for what it asks of its caller.
+        self.note: Callable[..., Note] = NoteCache().note
         # The calls under way, with the thread and the label of each. A call adds itself first and
         # removes itself last, and only if this rank is still in step. So a call that an exception
         # has ended is found by the next one, whatever interrupted its own handling of that
@@ -93,7 +94,7 @@ class Rounds:
         #: What the data plane has prepared for this board.
         self.data: Any = None
         #: Whether a barrier of one member is a round, too, since something observes every round.
-        self.observed = observer is not None or board.observed
+        self.observed: bool = observer is not None or board.observed
         self._observer = observer
         if observer is not None:  # without one, no barrier asks for it
             vars(self)["meet"] = observer.watch_meet(self.meet)

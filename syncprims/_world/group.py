@@ -51,7 +51,7 @@ class Group:
     def __init__(
         self, ranks: Sequence[int], rank: int, rounds: Rounds | None, timeout: float | None
     ) -> None:
-        self.ranks = tuple(ranks)  #: world ranks of the members, ascending
+        self.ranks: tuple[int, ...] = tuple(ranks)  #: world ranks of the members, ascending
         self._rank = rank
         self._member = rounds
         self._timeout = timeout

@@ -39,7 +39,7 @@ class MainFirst:
     ) -> None:
         """With `first_of_nodes`, the group is that of a node, and these are the first of each."""
         self._rounds = rounds
-        self.members = rounds.members
+        self.members: tuple[int, ...] = rounds.members
         self._name = name
         # Preparing data takes as long as it takes: the default timeout does not apply.
         self._timeout = math.inf if timeout is None else timeout

@@ -113,7 +113,7 @@ class World:
         end: Callable[[World, BaseException | None], None],
         decided: Epoch | None = None,
     ) -> None:
-        self.topology = topology
+        self.topology: Topology = topology
         self.backend_name = backend_name
         self.settings = settings
         self.extras = extras  #: what belongs to this world and to no module
@@ -144,7 +144,7 @@ class World:
         self._opened = collections.Counter[tuple[tuple[int, ...], str]]()  # boards: members, name
         self._nodes: list[int] = []  # of each rank, known after the start
         self._at_end = contextlib.ExitStack()  # closed before this rank leaves
-        self.group = self._make_group(range(topology.world_size))  #: of all ranks
+        self.group: Group = self._make_group(range(topology.world_size))  #: of all ranks
         elastic = self.settings.elastic and backend.can_reform
         if elastic and topology.world_size < backend.capacity:
             rounds_of(self.group).may_join = backend.arrived
