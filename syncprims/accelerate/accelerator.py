@@ -239,7 +239,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         "accumulator.steps", "Micro-batches per step.", settable=True
     )
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
+    def unscale_gradients(self, optimizer: object = None) -> None:
         """Unscale the gradients of `optimizer`, by default of all, if their window is closed."""
         for prepared in self.accumulator.optimizers:
             if optimizer in (None, prepared) and prepared.sync_gradients:
@@ -269,7 +269,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         """Return the model inside of its wrappers. See :func:`syncprims.training.unwrap_model`."""
         return training.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
-    def free_memory(self, *objects: Any) -> list[None]:
+    def free_memory(self, *objects: object) -> list[None]:
         """Forget everything that was prepared or registered; return a None for each object."""
         self.accumulator.forget()
         self.preparation.loaders.clear()
@@ -303,7 +303,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
 
     @contextlib.contextmanager
     def join_uneven_inputs(
-        self, joinables: Any = None, even_batches: bool | None = None
+        self, joinables: object = None, even_batches: bool | None = None
     ) -> Generator[None]:
         """In this block, ranks may have different numbers of batches. Collective.
 

@@ -5,6 +5,7 @@ Accelerate's own objects are taken, too: they have the same fields and methods.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -101,7 +102,7 @@ def not_offered(module: str, name: str, prepared: type | tuple[()] = ()) -> type
     return _NotOffered(name, (), {"__module__": module, "_prepared": prepared})
 
 
-def check_fixed(fixed: Any, value: Any, call: str, instead: str) -> None:
+def check_fixed(fixed: object, value: object, call: str, instead: str) -> None:
     """Check that `value` is None, or the only value that is supported.
 
     :raises TypeError: otherwise, saying what to do instead.
@@ -158,7 +159,7 @@ _HANDLERS = {
 }
 
 
-def named_handlers(handlers: Any) -> dict[str, Any]:
+def named_handlers(handlers: Iterable[object] | None) -> dict[str, Any]:
     """Return the handlers by the names of an Accelerator's attributes; None where there is none.
 
     :raises TypeError: if one is of a kind that is not offered.

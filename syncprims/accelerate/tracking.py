@@ -144,16 +144,16 @@ def on_main_process(function: Any) -> Any:
     return call
 
 
-def _calls(tracker: Any) -> bool:
+def _calls(tracker: object) -> bool:
     """Return whether this rank calls a tracker."""
     return syncprims.is_main() or not getattr(tracker, "main_process_only", True)
 
 
-def _name_of(tracker: Any) -> Any:
+def _name_of(tracker: object) -> Any:
     return getattr(tracker, "name", type(tracker).__name__)
 
 
-def _wrong(tracker: Any) -> str:
+def _wrong(tracker: object) -> str:
     takes = f"names ({', '.join(_KNOWN)}, all), or objects with log(values, step=...)"
     return f"log_with={tracker!r}: it takes {takes}"
 
@@ -164,7 +164,7 @@ class _Silent:
     def __getattr__(self, _: str) -> _Silent:
         return self
 
-    def __call__(self, *_: Any, **__: Any) -> _Silent:
+    def __call__(self, *_: object, **__: object) -> _Silent:
         return self
 
 

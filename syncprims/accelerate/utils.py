@@ -47,7 +47,7 @@ find_batch_size = batch_length
 # -- collectives over nested tensors, and helpers for them ----------------------------------------
 
 
-def gather(tensor: Any) -> Any:
+def gather(tensor: object) -> Any:
     """Return all ranks' tensors, concatenated. On one rank, `tensor` itself. Collective."""
     return tensor if syncprims.get_world_size() == 1 else _gathering.gather(tensor)
 
@@ -69,13 +69,16 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
-def reduce(tensor: Any, reduction: _gathering.Reduction = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: object, reduction: _gathering.Reduction = "mean", scale: float = 1.0) -> Any:
     """Return the tensors' ``mean``, ``sum``, ``max`` or the like over all ranks. Collective."""
     return _gathering.reduce(tensor, reduction, scale)
 
 
 def send_to_device(
-    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
     """Return `tensor` with its tensors on `device`, except under the keys in `skip_keys`."""
     skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
@@ -124,7 +127,7 @@ def find_name(module: str, name: str) -> Any:
     package = _PACKAGES.get(topic, topic)
     answer = _ANSWERS.get(topic) or (lambda: find_spec(package) is not None)
 
-    def is_available(*_: Any, **__: Any) -> bool:
+    def is_available(*_: object, **__: object) -> bool:
         return answer()
 
     return is_available
@@ -134,7 +137,7 @@ def __getattr__(name: str) -> Any:
     return find_name(__name__, name)
 
 
-def compare_versions(library_or_version: Any, operation: str, requirement: str) -> bool:
+def compare_versions(library_or_version: object, operation: str, requirement: str) -> bool:
     """Return whether a version, or that of an installed library, is ``>=`` or the like another.
 
     :raises KeyError: if `operation` is not a comparison.
@@ -228,7 +231,7 @@ def extract_model_from_parallel(
     return unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
 
-def is_peft_model(model: Any) -> bool:
+def is_peft_model(model: torch.nn.Module) -> bool:
     """Return whether the model, inside of its wrappers, is one of peft."""
     kinds = type(unwrap_model(model)).__mro__
     return any(f"{k.__module__}.{k.__name__}" == "peft.peft_model.PeftModel" for k in kinds)
@@ -240,7 +243,10 @@ def wait_for_everyone() -> None:
 
 
 def save(
-    obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
+    obj: object,
+    f: str | os.PathLike[str],
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
 ) -> None:
     """Write `obj` to the file `f` on rank 0, or on the first rank of each node."""
     if syncprims.is_local_main() if save_on_each_node else syncprims.is_main():
@@ -306,11 +312,11 @@ def synchronize_rng_states(
 
 
 def notebook_launcher(
-    function: Any,
+    function: Callable[..., object],
     args: tuple[Any, ...] = (),
     num_processes: int | None = None,
     mixed_precision: str = "no",
-    **others: Any,
+    **others: object,
 ) -> None:
     """Run ``function(*args)`` on `num_processes` ranks of this machine; with 1 or None, here.
 
@@ -330,7 +336,9 @@ def notebook_launcher(
     _start(lambda: function(*args), num_processes, variables)
 
 
-def debug_launcher(function: Any, args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
+def debug_launcher(
+    function: Callable[..., object], args: tuple[Any, ...] = (), num_processes: int = 2
+) -> None:
     """Run ``function(*args)`` on `num_processes` ranks of this machine, without accelerators."""
     _start(lambda: function(*args), num_processes, {"ACCELERATE_USE_CPU": "yes"})
 

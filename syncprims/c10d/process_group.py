@@ -326,13 +326,15 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- collectives ----------------------------------------------------------------------------
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+    def barrier(self, opts: object = None, timeout: timedelta | None = None) -> Any:
         """Return when every member has come."""
-        given = getattr(opts, "timeout", opts) if timeout is None else timeout
+        given: Any = getattr(opts, "timeout", opts) if timeout is None else timeout
         self._meet("barrier", given)
         return finished_work()
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """Return when every member has come; all missing ones are named in any case."""
         self._meet("monitored_barrier", timeout)
 

@@ -164,6 +164,6 @@ def _mismatch(what: str, rows: list[Any], advice: str) -> syncprims.RankMismatch
     return syncprims.RankMismatch(f"{what}:\n{lines}\n{advice}")
 
 
-def _refuse_nested(tree: Any) -> None:
+def _refuse_nested(tree: object) -> None:
     if any(tensor.is_nested for tensor in tensors_of(tree)):
         raise TypeError("nested tensors cannot be joined; convert them by to_padded_tensor()")

@@ -81,7 +81,7 @@ class Precision:
         self.scaler.step(optimizer)
         self._stepped.add(id(optimizer))
 
-    def has_stepped(self, optimizer: Any) -> bool:
+    def has_stepped(self, optimizer: object) -> bool:
         """Return whether `optimizer` has stepped since the scaler was last updated."""
         return id(optimizer) in self._stepped
 

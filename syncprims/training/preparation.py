@@ -264,7 +264,7 @@ def unwrap_model(model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: b
     return found  # type: ignore[no-any-return]
 
 
-def _is_scheduler(obj: Any) -> bool:
+def _is_scheduler(obj: object) -> bool:
     """Return whether `obj` is a schedule, of torch or with the same methods."""
     if isinstance(obj, LRScheduler | nn.Module | Optimizer | DataLoader):
         return isinstance(obj, LRScheduler)

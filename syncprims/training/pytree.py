@@ -52,12 +52,12 @@ def named_leaves(tree: Any, name: str = "tensor") -> Iterator[tuple[str, Any]]:
         yield from named_leaves(part, path)
 
 
-def tensors_of(tree: Any) -> list[torch.Tensor]:
+def tensors_of(tree: object) -> list[torch.Tensor]:
     """Return the tensors that :func:`map_tensors` sees, in its order."""
     return [leaf for _, leaf in named_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def batch_length(tree: Any) -> int:
+def batch_length(tree: object) -> int:
     """Return the number of items in a batch: the first dimension of its first tensor.
 
     :raises TypeError: if it has no tensor with a dimension.
@@ -68,7 +68,7 @@ def batch_length(tree: Any) -> int:
     raise TypeError("expected a batch of tensors, and found no tensor with a dimension in it")
 
 
-def has_only_tensors(tree: Any) -> bool:
+def has_only_tensors(tree: object) -> bool:
     """Return whether every leaf that :func:`map_tensors` sees is a tensor."""
     return all(isinstance(leaf, torch.Tensor) for _, leaf in named_leaves(tree))
 

@@ -56,7 +56,7 @@ def reading(path: str, kind: str = "a regular file") -> Generator[None]:
         raise refused from error
 
 
-def check_file_name(path: str, name: Any) -> str:
+def check_file_name(path: str, name: object) -> str:
     """Return a file's name that was read from the file `path`.
 
     :raises CheckpointError: if it could lead out of the directory.

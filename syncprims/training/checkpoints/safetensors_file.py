@@ -61,7 +61,7 @@ _HUGE = 4 << 20  # bytes: less memory may contain no whole huge page
 # -- tensors --------------------------------------------------------------------------------------
 
 
-def check_storable(name: Any, tensor: Any) -> None:
+def check_storable(name: object, tensor: object) -> None:
     """Raise if the format cannot hold a value under a name.
 
     :raises TypeError: in that case.

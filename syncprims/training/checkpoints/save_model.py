@@ -153,7 +153,7 @@ class _ModelSave(commit.Save):
 # -- a single object ------------------------------------------------------------------------------
 
 
-def save_object(obj: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
+def save_object(obj: object, path: str | os.PathLike[str], *, safe: bool) -> None:
     """Write `obj` to the file `path`, durably. Not collective.
 
     With `safe` it is a dict of tensors, and the file is in the safetensors format; else it is in
@@ -168,7 +168,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
         coordinate(f"save to {target}", lambda: _write_object(obj, target, safe))
 
 
-def _write_object(obj: Any, target: str, safe: bool) -> None:
+def _write_object(obj: object, target: str, safe: bool) -> None:
     target = filesystem.resolve_target(target)
     folder, name = os.path.split(target)
     waiting = f"{folder}/{commit.temporary(name)}"
@@ -202,7 +202,7 @@ def _write_torch(path: str, tensors: Mapping[str, torch.Tensor], ties: Mapping[s
     return ""
 
 
-def _write_torch_object(path: str, obj: Any) -> None:
+def _write_torch_object(path: str, obj: object) -> None:
     """Write `obj` by `torch.save` to the new file `path`, and sync it."""
     with contextlib.closing(filesystem.NewFile(path)) as file:
         try:

@@ -364,7 +364,7 @@ class _Splitter:
         return TypeError(f"{what}: loading that would run code. {cure}")
 
 
-def _spell(key: Any) -> str:
+def _spell(key: object) -> str:
     return key if isinstance(key, str) else repr(key)
 
 

@@ -58,7 +58,7 @@ def with_inner(sampler: Any, inner: Any) -> Any:
     return changed
 
 
-def is_sharded(sampler: Any) -> bool:
+def is_sharded(sampler: object) -> bool:
     """Return whether `sampler`, or the one that it batches, shards the data by rank itself."""
     return any(isinstance(one, DistributedSampler) for one in samplers(sampler))
 
@@ -124,6 +124,6 @@ def _draw_seeded(items: Iterable[T], seed: int, epoch: int) -> Iterator[T]:
         yield item
 
 
-def has_type(sampler: Any, types: tuple[type, ...]) -> bool:
+def has_type(sampler: object, types: tuple[type, ...]) -> bool:
     """Return whether `sampler`, or the one that it batches, is of one of these very types."""
     return all(type(one) in (*types, data.BatchSampler) for one in samplers(sampler))
