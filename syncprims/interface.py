@@ -447,7 +447,9 @@ class Backend(ABC):
         self.capacity: int = topology.world_size  #: members at one time, at most
         self.process: int = topology.rank  #: the number of this process
         self.epoch: int = 0  #: the number of the present one
-        self.members: tuple[int, ...] = tuple(range(topology.world_size))  #: the process of each of its ranks
+        self.members: tuple[int, ...] = tuple(
+            range(topology.world_size)
+        )  #: the process of each of its ranks
 
     @classmethod  # noqa: B027 - optional
     def check(cls, topology: Topology, settings: Settings) -> None:
