@@ -32,6 +32,10 @@ __version__: str  #: the installed release
 if not TYPE_CHECKING:  # where every misspelt name would become a str
 
     def __getattr__(name: str) -> object:
+        if name in ("errors", "interface"):  # modules of users, too, as `syncprims.errors`
+            from importlib import import_module
+
+            return import_module(f"{__name__}.{name}")
         if name not in __all__ and name != "__version__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from syncprims import _api
