@@ -355,8 +355,9 @@ def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str
         is_deadlock = any(_is_deadlock(leaf, run) for leaf in leaves(error))
         if error is not None and outcome.is_waiting and is_deadlock:
             # One report: its lines say where all ranks are, and more than this rank's error.
-            deadlock = _deadlock(run).with_traceback(error.__traceback__)
-            raise add_note(deadlock, replay) from None
+            # No variable may hold it, since this frame belongs to its traceback.
+            trace = error.__traceback__
+            raise add_note(_deadlock(run).with_traceback(trace), replay) from None
     # A `PeerFailed` reports the error of another rank, which that rank itself has raised.
     first = min(failed, key=lambda o: (not o.handled, isinstance(o.error, PeerFailed), o.rank))
     raise _with_report(first, run, [first.rank], replay)
