@@ -18,6 +18,7 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from . import world_spec
+from .errors import StallError
 from .once_per_session import session_folder
 from .scheduler import Seed
 from .worlds import explore, run_world
@@ -27,6 +28,7 @@ _OPTIONS = (
     "ranks", "kind", "backend", "schedules", "seed", "faults", "timeout", "nodes", "torch"
 )  # fmt: skip
 _SUITES: pytest.StashKey[Any] = pytest.StashKey()
+_STALLED: pytest.StashKey[str] = pytest.StashKey()  # the first test whose world has stalled
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -155,7 +157,11 @@ def _several(value: Any) -> Sequence[Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Set the context of the test's worlds, and show what each of their ranks has printed."""
+    """Set the context of the test's worlds, and show what each of their ranks has printed.
+
+    A failure after a world that has stalled says so: its threads may run on, and what it was
+    importing may be half done.
+    """
     __tracebackhide__ = True
     if item.get_closest_marker("world") is not None:
         import unittest  # slow to import, and only marked tests need it
@@ -185,6 +191,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     token = world_spec.test_context.set(world_spec.TestContext(seed, item.nodeid, make_output))
     try:
         return (yield)
+    except Exception as error:
+        stalled = item.config.stash.get(_STALLED, "")
+        if isinstance(error, StallError):
+            item.config.stash.setdefault(_STALLED, item.nodeid)
+        elif stalled:
+            text = f"A world has stalled in this process before, in {stalled}. "
+            item.add_report_section("call", "syncprims", f"{text}See that first.\n")
+        raise
     finally:
         world_spec.test_context.reset(token)
         for (rank, stream), text in sorted(collected.texts.items()):

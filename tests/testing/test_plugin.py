@@ -577,3 +577,24 @@ def test_a_mark_of_a_parameter_set_names_one_world(project: Project) -> None:
     result = project.run()
     assert result.counts(passed=1, failed=1), result.out
     assert "world: a mark of one parameter set" in result.out
+
+
+def test_a_failure_says_that_a_world_has_stalled_before(project: Project) -> None:
+    project.write("""
+        import threading
+        import pytest
+
+        @pytest.mark.world(ranks=1, timeout=0.1)
+        def test_first():
+            threading.Event().wait(10)
+
+        def test_second():
+            assert not "right"
+
+        def test_third():
+            pass
+    """)
+    done = project.run("-p", "no:randomly")
+    assert done.counts(failed=2, passed=1)
+    said = "A world has stalled in this process before, in test_it.py::test_first. See that first."
+    assert done.out.count(said) == 1
