@@ -186,7 +186,8 @@ class ThreadBackend(Backend):
 
     def published(self, topic: Topic, process: int) -> bytes:
         """Return the latest value of `process`."""
-        place, published = (topic, process), self._world.published
+        place: tuple[Topic, int] = (topic, process)
+        published = self._world.published
         if topic == "reform":
             awaited = place in published and self._world.scheduler.now() < self._until
             self._access(place, "collect" if awaited else "read")

@@ -30,6 +30,11 @@ def is_list_or_tuple(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
     return isinstance(value, list | tuple)
 
 
+def is_memory(value: object) -> TypeGuard[memoryview]:
+    """Return whether `value` is bytes that :func:`flat` leaves as they are."""
+    return isinstance(value, memoryview)
+
+
 @functools.cache
 def load_numpy() -> Any:
     """Return the module numpy.
@@ -252,7 +257,7 @@ def flat(obj: Any) -> Any:
     As a numpy array if numpy has the dtype and this host has the memory, else as a tensor. Bytes
     stay a `memoryview`.
     """
-    if isinstance(obj, memoryview):
+    if is_memory(obj):
         return obj
     if is_array(obj):
         if obj.ndim == 1 and obj.flags.c_contiguous:
@@ -270,7 +275,7 @@ def flat(obj: Any) -> Any:
 
 def raw(vector: Any) -> memoryview:
     """Return the bytes of what :func:`flat` returned."""
-    if isinstance(vector, memoryview):
+    if is_memory(vector):
         return vector
     import numpy
 
@@ -361,7 +366,7 @@ def on_host(obj: Any) -> Any:
 
 def is_fillable(out: Any) -> bool:
     """Return whether writing to what :func:`flat` returns writes to this array."""
-    if isinstance(out, memoryview):
+    if is_memory(out):
         return not out.readonly
     if is_array(out):
         return bool(out.flags.c_contiguous and out.flags.writeable)

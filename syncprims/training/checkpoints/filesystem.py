@@ -14,6 +14,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Generator
+from typing import Any
 
 from syncprims import CheckpointError, ConfigurationError
 from syncprims._system.locks import try_lock, unlock
@@ -202,7 +203,7 @@ def names(directory: str) -> list[str]:
         return []
 
 
-def path_of(given: str | os.PathLike[str], what: str, takes: str = "a str or a path") -> str:
+def path_of(given: Any, what: str, takes: str = "a str or a path") -> str:
     """Return a path as a str.
 
     :raises TypeError: if it is neither a str nor a path.
