@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
 import math
 import os
 import pickle
@@ -242,11 +241,9 @@ def _load_before_fork(job: _Job) -> None:
     load_backend(job.environ["SYNCPRIMS_BACKEND"])
     version()
     if job.spec.torch:
-        importlib.import_module("syncprims.testing.torch_worlds")
-        before = {*os.environ}
-        importlib.import_module("torch._dynamo")  # DDP and FSDP import it, which takes seconds
-        for name in os.environ.keys() - before:
-            del os.environ[name]  # it would be set for the tests, too
+        from .torch_worlds import import_lazy_modules
+
+        import_lazy_modules()
 
 
 def _fork(job: _Job, rank: int) -> int:

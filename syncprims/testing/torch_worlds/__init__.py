@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import pickle
 import tempfile
 import weakref
@@ -309,13 +310,24 @@ def _serve(store: Path) -> Generator[None]:
         yield
 
 
+def import_lazy_modules() -> None:
+    """Import now what torch imports when a rank needs it, since no time limit runs here.
+
+    DDP and FSDP import `torch._dynamo`, which takes seconds. Default arguments of the other module
+    keep the default group of the moment of its import: ranks have none yet.
+    """
+    before = {*os.environ}
+    for name in ("torch.distributed.nn.functional", "torch._dynamo"):
+        importlib.import_module(name)
+    for name in os.environ.keys() - before:
+        del os.environ[name]  # it would be set for the tests, too
+
+
 class TorchThreads:
     """Serves ``torch.distributed`` in a world of threads."""
 
     def __init__(self, environs: Sequence[Mapping[str, str]]) -> None:
-        # The default arguments of this module keep the default group of the moment of its import,
-        # so it is imported before a rank has a group.
-        importlib.import_module("torch.distributed.nn.functional")
+        import_lazy_modules()
         self._globals = RankGlobals(environs)
         #: See there; called with each rank that gets the turn.
         self.enter: Callable[[int | None], None] = self._globals.enter
