@@ -163,7 +163,7 @@ class ExitHooks:
     def _exit_error(self) -> BaseException | None:
         status, frame = self._exit_call or (None, None)
         if frame is None or frame is _outermost_frame():
-            return None  # no sys.exit, or a child of multiprocessing, which has told its end
+            return None  # no sys.exit, or a child of multiprocessing, which reports its own end
         import opcode
 
         last = opcode.opname[frame.f_code.co_code[frame.f_lasti]]

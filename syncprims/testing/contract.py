@@ -278,7 +278,7 @@ class BackendContract:
     # -- aborts -----------------------------------------------------------------------------------
 
     def test_aborts_break_the_board_with_one_verdict(self) -> None:
-        """No rank passes the round, and all get the same verdict, whoever else aborts."""
+        """No rank passes the round, and all get the same verdict, also if several abort."""
         self.needs_others()
 
         def program() -> bytes | None:
