@@ -30,7 +30,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the figures."""
-    reports = [one for one in who(options.which) if one.verdict.kind != "unreadable"]
+    reports = [one for one in who(options.which) if one.finding.kind != "unreadable"]
     print("\n".join(metrics(reports)))  # noqa: T201
     return 0
 
@@ -54,7 +54,7 @@ def metrics(reports: Sequence[WorldReport]) -> Iterator[str]:
         ("seconds_since_last_round", "gauge", "Absent while no rank waits and none makes a call.",
          [(labels, world.idle_s) for labels, world in worlds]),
         ("stuck", "gauge", "1 if a rank has waited for 30 s.",
-         [(labels, int(world.verdict.stuck)) for labels, world in worlds]),
+         [(labels, int(world.finding.stuck)) for labels, world in worlds]),
     ):  # fmt: skip
         known = [
             f"syncprims_{name}{labels} {value}" for labels, value in samples if value is not None

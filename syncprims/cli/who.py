@@ -29,9 +29,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from syncprims.errors import SyncError, format_ranks, install
+from syncprims.who.finding import Finding
 from syncprims.who.observation import Observation, RankReport, WorldReport, explain_refused, who
 from syncprims.who.processes import find_py_spy
-from syncprims.who.verdict import Verdict
 
 from .console import CommandParser, Style, table
 from .options import SECONDS
@@ -80,12 +80,12 @@ def run(options: argparse.Namespace) -> int:
         time.sleep(observation.pause)
         patience = time.monotonic() + options.stuck_after + _MARGIN
         while (reports := observation.look()) or not watched:
-            verdicts = [report.verdict for report in reports]
-            in_torch = any(one.kind == "torch" and not one.stuck for one in verdicts)
+            findings = [report.finding for report in reports]
+            in_torch = any(one.kind == "torch" and not one.stuck for one in findings)
             if not watched and in_torch and time.monotonic() < patience:
                 time.sleep(_PAUSE)  # nothing says since when: so it is watched
                 continue
-            code = _code(verdicts)
+            code = _code(findings)
             text = "\n".join(_text(reports, observation.refused, style))
             if options.json:
                 text = "\n".join(json.dumps(as_dict(report)) for report in reports)
@@ -107,10 +107,10 @@ def describe_run(which: str) -> list[str]:
         return [f"syncprims who: {error}"]
 
 
-def _code(verdicts: Sequence[Verdict]) -> int:
-    if any(verdict.stuck for verdict in verdicts):
+def _code(findings: Sequence[Finding]) -> int:
+    if any(finding.stuck for finding in findings):
         return 3
-    return 2 if {verdict.kind for verdict in verdicts} == {"unreadable"} else 0
+    return 2 if {finding.kind for finding in findings} == {"unreadable"} else 0
 
 
 def as_dict(report: WorldReport) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def as_dict(report: WorldReport) -> dict[str, Any]:
     return {
         **report._asdict(),
         "ranks": [rank._asdict() for rank in report.ranks],
-        "verdict": report.verdict._asdict(),
+        "finding": report.finding._asdict(),
     }
 
 
@@ -139,13 +139,13 @@ def _text(reports: Sequence[WorldReport], refused: Sequence[str], style: Style) 
 def _world(report: WorldReport, style: Style) -> list[str]:
     count = report.world_size
     ranks = f"{count} rank{'s' * (count != 1)}, backend {report.backend}"
-    verdict = report.verdict
-    colour = "red" if verdict.stuck else _COLOURS.get(verdict.kind, "red")
+    finding = report.finding
+    colour = "red" if finding.stuck else _COLOURS.get(finding.kind, "red")
     lines = [f"{style('bold', _plain(report.run_id))}: {ranks}, in {_plain(report.path)}"]
     if report.ranks:
         lines += table(_rows(report.ranks), numbers=(0, 1, 5, 6))
-    lines += [style(colour, _plain(line)) for line in verdict.text.splitlines()]
-    if report.last_barrier is not None and verdict.kind != "moving":
+    lines += [style(colour, _plain(line)) for line in finding.text.splitlines()]
+    if report.last_barrier is not None and finding.kind != "moving":
         lines.append(f"all ranks have passed {_plain(report.last_barrier)}")
     alone = [rank for rank in report.ranks if rank.doing and rank.state == "running"]
     if alone and find_py_spy() is None:

@@ -22,18 +22,18 @@ from syncprims.errors import BackendUnavailable, ConfigurationError, name_ranks
 from syncprims.interface import Status
 
 from . import processes
-from .processes import ProcessSample, may_spin
-from .verdict import (
+from .finding import (
     MOST_NAMED,
     NOTABLE,
     BoardView,
+    Finding,
     RankWait,
-    Verdict,
     WorldView,
     judge,
     own_rounds,
     subject,
 )
+from .processes import ProcessSample, may_spin
 
 if TYPE_CHECKING:
     from .worlds import WorldReader
@@ -73,7 +73,7 @@ class WorldReport(NamedTuple):
     backend: str
     world_size: int
     ranks: list[RankReport]
-    verdict: Verdict
+    finding: Finding
     path: str  #: the directory in which the ranks of this host meet
     last_barrier: str | None  #: with a name, that all have passed
     restart: int | None  #: how often the run was started again, if the launcher says it
@@ -97,7 +97,7 @@ def who(
     """Return what every rank of the worlds on this host does, and what each world waits for.
 
     `which` is a run id, a directory in which ranks meet, or the pid of a rank or of its launcher;
-    None takes all worlds of this user. A wait of at least `stuck_after` seconds makes a verdict
+    None takes all worlds of this user. A wait of at least `stuck_after` seconds makes a finding
     `stuck`. With `all_hosts`, what ranks of other hosts do is read from the store of the run. The
     job is not touched: nothing is written, locked, signalled or stopped.
 
@@ -153,7 +153,7 @@ class Observation:
                 look = seen[reader.path] = _Look(view, time.monotonic(), samples)
                 before = self._before.get(reader.path, look)
                 report = self._report(reader.path, before, look)
-                if report.verdict.kind in ("moving", "lost", "failed"):
+                if report.finding.kind in ("moving", "lost", "failed"):
                     report = self._look_into_torch(report, before, look)
                 reports.append(report)
         self._before = seen
@@ -235,8 +235,8 @@ class Observation:
         last_barrier = None if barrier is None else str(barrier)
         restarts = processes.count_restarts(view.pids.values())
         idle_s = 0.0 if _rounds(now) != _rounds(before) else waited and round(waited, 3)
-        verdict = judge(view, waits, doing, self.stuck_after)
-        return WorldReport(*view[:3], rows, verdict, path, last_barrier, restarts, idle_s)
+        finding = judge(view, waits, doing, self.stuck_after)
+        return WorldReport(*view[:3], rows, finding, path, last_barrier, restarts, idle_s)
 
     def _look_into_torch(self, report: WorldReport, before: _Look, now: _Look) -> WorldReport:
         """Return the report of a world, some of whose ranks stand in collectives of torch.
@@ -249,10 +249,10 @@ class Observation:
         if not any(map(processes.uses_torch, pids.values())):
             return report
         lines = self._read_lines(pids.values())
-        if not lines and report.verdict.kind == "moving":
+        if not lines and report.finding.kind == "moving":
             why = "whether one waits in torch is not seen, since py-spy cannot read them here"
             text = f"no rank waits in a call of this library; {why}"
-            return report._replace(verdict=report.verdict._replace(text=text))
+            return report._replace(finding=report.finding._replace(text=text))
         stands, waited = self._in_torch.setdefault(report.path, {}), dict[int, float]()
         for rank, pid in pids.items():
             line, sample = lines.get(pid, ""), now.samples[rank]
@@ -282,13 +282,13 @@ class Observation:
             text += f", and {name_ranks([row.rank for row in outside])} not"
         for row in outside[:MOST_NAMED]:
             text += f"\n  rank {row.rank}: {doing.get(row.rank) or row.state}"
-        if report.verdict.kind != "moving":
-            text = f"{report.verdict.text}\n{text}"
+        if report.finding.kind != "moving":
+            text = f"{report.finding.text}\n{text}"
         faults = [row.rank for row in outside if row.rank not in stands]
         stuck = waited[longest] >= self.stuck_after
         return report._replace(
             ranks=[row._replace(doing=doing.get(row.rank, row.doing)) for row in report.ranks],
-            verdict=Verdict("torch", faults, text, waited[longest], stuck),
+            finding=Finding("torch", faults, text, waited[longest], stuck),
         )
 
     def _read_lines(self, pids: Iterable[int]) -> dict[int, str]:

@@ -29,7 +29,7 @@ from syncprims._world.scratch import LOCK
 from syncprims.errors import BackendUnavailable, parse_ranks
 from syncprims.interface import Label, Settings, State, Status, WaitView
 
-from .verdict import BoardView, WorldView
+from .finding import BoardView, WorldView
 
 if TYPE_CHECKING:  # in the sources, that package is the folder backends/
     from backends.file import description, liveness, memory, private_dir

@@ -21,8 +21,8 @@ from support.rank_worlds import PATIENCE
 
 from syncprims.cli import main
 from syncprims.who import who
+from syncprims.who.finding import NOTABLE
 from syncprims.who.processes import find_py_spy
-from syncprims.who.verdict import NOTABLE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -38,9 +38,9 @@ sp.barrier("epoch end")
 """
 RUN = [sys.executable, "-m", "syncprims", "run", "-n", "2", "job.py"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-KEYS = {"run_id", "backend", "world_size", "ranks", "verdict"}
+KEYS = {"run_id", "backend", "world_size", "ranks", "finding"}
 RANK_KEYS = {"rank", "pid", "state", "call", "name", "site", "group", "round", "waiting_s"}
-VERDICT_KEYS = {"kind", "waiting_for", "text"}
+FINDING_KEYS = {"kind", "waiting_for", "text"}
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def job(
 
 def hangs(process: subprocess.Popen[str]) -> Any:
     return await_report(
-        process.pid, lambda r: r.verdict.waiting_for == [1] and r.verdict.waited_s > NOTABLE
+        process.pid, lambda r: r.finding.waiting_for == [1] and r.finding.waited_s > NOTABLE
     )
 
 
@@ -89,14 +89,14 @@ def test_people_and_programs_read_the_same(tmp_path: Path) -> None:
     assert asked.returncode == 3
     found = json.loads(asked.stdout)
     assert found.keys() >= KEYS
-    assert found["verdict"].keys() >= VERDICT_KEYS
+    assert found["finding"].keys() >= FINDING_KEYS
     assert all(rank.keys() >= RANK_KEYS for rank in found["ranks"])
     waiting, absent = found["ranks"]
     assert (waiting["call"], waiting["name"], waiting["site"]) == (
         "barrier", "epoch end", "job.py:9",
     )  # fmt: skip
     assert (absent["rank"], absent["state"], absent["waiting_s"]) == (1, "running", None)
-    assert (found["verdict"]["kind"], found["verdict"]["waiting_for"]) == ("waiting", [1])
+    assert (found["finding"]["kind"], found["finding"]["waiting_for"]) == ("waiting", [1])
 
 
 #: One rank sleeps. The others wait: in a collective, and in a line that waits for one in C.
@@ -148,8 +148,8 @@ def test_ranks_that_hang_in_collectives_of_torch_are_stuck(mode: str, tmp_path: 
         await_report(
             started.pid,
             lambda r: (
-                (r.verdict.kind, r.verdict.waiting_for) == ("torch", [1])
-                and r.verdict.waited_s > 1
+                (r.finding.kind, r.finding.waiting_for) == ("torch", [1])
+                and r.finding.waited_s > 1
                 and all(r.ranks[rank].doing.endswith("of torch") for rank in (0, 2))
             ),
             stuck_after=1000,
@@ -215,10 +215,10 @@ def test_a_rank_that_hangs_before_its_first_call_is_shown(tmp_path: Path) -> Non
         assert early.state == "absent"
         assert early.pid is not None
         assert b"RANK=1" in Path(f"/proc/{early.pid}/environ").read_bytes().split(b"\0")
-        assert str(seen.verdict.text).startswith("rank 1 has not come to")
+        assert str(seen.finding.text).startswith("rank 1 has not come to")
         if find_py_spy() is not None:
             assert re.search(r"; its process \d+ is in load \(job.py:[56]\)", early.doing)
-            assert "in load" in seen.verdict.text
+            assert "in load" in seen.finding.text
 
 
 def test_it_watches_until_the_end(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_it_watches_until_the_end(tmp_path: Path) -> None:
     assert err == ""
     assert watch.returncode in (0, 3)  # that of the last look
     lines = [json.loads(line) for line in [first, *rest.splitlines()]]
-    assert lines[0]["verdict"]["stuck"]
+    assert lines[0]["finding"]["stuck"]
     assert {line["run_id"] for line in lines} == {seen.run_id}
 
 
@@ -287,7 +287,7 @@ def test_ranks_of_torchrun_are_seen_also_without_it(tmp_path: Path) -> None:
         asked = command(str(started.pid), "--json", "--stuck-after", "0.1")
         started.kill()
         started.wait()
-        seen = await_report(pids[1], lambda r: r.verdict.waiting_for == [1])
+        seen = await_report(pids[1], lambda r: r.finding.waiting_for == [1])
         (tmp_path / "go").touch()
         deadline = time.monotonic() + PATIENCE
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -299,5 +299,5 @@ def test_ranks_of_torchrun_are_seen_also_without_it(tmp_path: Path) -> None:
     assert (found["backend"], found["world_size"]) == ("torch", 2)
     assert found["run_id"] == seen.run_id
     assert found["run_id"].startswith("torchrun-")
-    assert found["verdict"]["waiting_for"] == [1]
+    assert found["finding"]["waiting_for"] == [1]
     assert [one["pid"] for one in found["ranks"]] == pids

@@ -33,9 +33,9 @@ import syncprims as sp
 from syncprims._world.launchers import make_rank_variables
 from syncprims.interface import Label, Status, WaitView
 from syncprims.who import WorldReport, who
+from syncprims.who.finding import BoardView, RankWait, WorldView, judge
 from syncprims.who.observation import Observation
 from syncprims.who.processes import find_py_spy
-from syncprims.who.verdict import BoardView, RankWait, WorldView, judge
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -43,8 +43,8 @@ PAIR, TRIO = Kind("file", 2), Kind("file", 3)
 
 
 def names(report: WorldReport, *ranks: int) -> bool:
-    """Return whether a verdict is that others wait for these ranks."""
-    return report.verdict.kind == "waiting" and report.verdict.waiting_for == list(ranks)
+    """Return whether a finding is that others wait for these ranks."""
+    return report.finding.kind == "waiting" and report.finding.waiting_for == list(ranks)
 
 
 def call_of(report: WorldReport, rank: int) -> str:
@@ -112,7 +112,7 @@ def test_the_late_rank_is_named(hang: Callable[[], None], kind: Kind, meeting_pl
 
     with running(kind, meeting_place, program) as pids:
         seen = await_report(meeting_place, is_it)
-    assert seen.verdict.stuck
+    assert seen.finding.stuck
     assert [one.pid for one in seen.ranks] == pids
     assert (seen.backend, seen.world_size) == (kind.backend, 2)
     assert [one.state for one in seen.ranks] == ["waiting", state]
@@ -122,7 +122,7 @@ def test_the_late_rank_is_named(hang: Callable[[], None], kind: Kind, meeting_pl
     assert [one.behind for one in seen.ranks] == [0, 1]
     assert (seen.ranks[0].waiting_s or 0) >= 0.2
     assert seen.ranks[1].waiting_s is None
-    first, second = seen.verdict.text.splitlines()
+    first, second = seen.finding.text.splitlines()
     assert first.startswith("rank 1 has not come to barrier 'epoch end' (")
     assert ", where rank 0 has waited for " in first
     assert second.startswith("  rank 1 was last seen at barrier 'start' (")
@@ -186,7 +186,7 @@ def test_a_rank_that_waits_for_another_is_not_at_fault(meeting_place: Path) -> N
     with running(TRIO, meeting_place, program):
         seen = await_report(meeting_place, lambda r: names(r, 2) and r.ranks[0].state == "waiting")
     assert [one.group for one in seen.ranks] == [[0, 1], [1, 2], [1, 2]]
-    text = seen.verdict.text
+    text = seen.finding.text
     assert "rank 2 has not come to barrier 'second' (" in text
     assert ") in group [1, 2], where rank 1 has waited for " in text
     assert "  rank 2 has made no call in this group; it sleeps" in text
@@ -198,11 +198,11 @@ def test_ranks_that_never_joined_are_absent(meeting_place: Path) -> None:
 
     lonely = make_rank_variables(0, 3)
     with running(Kind("file", 1), meeting_place, program, **lonely):
-        seen = await_report(meeting_place, lambda r: r.verdict.kind == "waiting")
+        seen = await_report(meeting_place, lambda r: r.finding.kind == "waiting")
     assert [one.state for one in seen.ranks] == ["joining", "absent", "absent"]
-    assert seen.verdict.waiting_for == [1, 2]
-    assert "ranks [1, 2] have not come to init (" in seen.verdict.text
-    assert "\n  rank 1 never joined\n" in seen.verdict.text
+    assert seen.finding.waiting_for == [1, 2]
+    assert "ranks [1, 2] have not come to init (" in seen.finding.text
+    assert "\n  rank 1 never joined\n" in seen.finding.text
 
 
 def test_a_rank_between_two_rounds_of_a_loop_has_left_the_first(meeting_place: Path) -> None:
@@ -213,8 +213,8 @@ def test_a_rank_between_two_rounds_of_a_loop_has_left_the_first(meeting_place: P
             sp.barrier("step")
 
     with running(PAIR, meeting_place, program):
-        seen = await_report(meeting_place, lambda r: names(r, 1) and "1 round" in r.verdict.text)
-    first, second = seen.verdict.text.splitlines()
+        seen = await_report(meeting_place, lambda r: names(r, 1) and "1 round" in r.finding.text)
+    first, second = seen.finding.text.splitlines()
     assert first.startswith("rank 1 has not come to barrier 'step' (")
     assert re.match(r"  rank 1 was last seen at barrier 'step' \(.*\), 1 round before this one; it "
                     r"sleeps", second)  # fmt: skip
@@ -227,10 +227,10 @@ def test_ranks_that_go_on_all_move(meeting_place: Path) -> None:
 
     with running(TRIO, meeting_place, program):
         await_report(meeting_place, lambda r: r.ranks[0].round > 100)
-        seen = await_report(meeting_place, lambda r: r.verdict.kind == "moving", stuck_after=30)
-    assert seen.verdict.text == "all is moving"
-    assert not seen.verdict.stuck
-    assert seen.verdict.waiting_for == []
+        seen = await_report(meeting_place, lambda r: r.finding.kind == "moving", stuck_after=30)
+    assert seen.finding.text == "all is moving"
+    assert not seen.finding.stuck
+    assert seen.finding.waiting_for == []
     assert {one.state for one in seen.ranks} <= {"running", "waiting"}
 
 
@@ -243,13 +243,13 @@ def test_a_lost_rank_is_told_while_another_cannot_see_it(meeting_place: Path) ->
     with running(TRIO, meeting_place, program) as pids:
         await_report(meeting_place, lambda r: r.ranks[1].state == "stopped")
         os.kill(pids[0], signal.SIGKILL)
-        seen = await_report(meeting_place, lambda r: r.verdict.kind == "lost")
+        seen = await_report(meeting_place, lambda r: r.finding.kind == "lost")
         assert seen.ranks[0].state == "lost"
-        assert "rank 0 was lost: killed by SIGKILL" in seen.verdict.text
+        assert "rank 0 was lost: killed by SIGKILL" in seen.finding.text
         for pid in pids[1:]:
             os.kill(pid, signal.SIGKILL)
-        seen = await_report(meeting_place, lambda r: r.verdict.kind == "ended")
-        assert "no rank lives any more: rank 0 was lost" in seen.verdict.text
+        seen = await_report(meeting_place, lambda r: r.finding.kind == "ended")
+        assert "no rank lives any more: rank 0 was lost" in seen.finding.text
         assert all(report.path != seen.path for report in who())
 
 
@@ -281,19 +281,19 @@ def test_two_hosts_each_show_their_ranks_and_what_they_know_of_others(meeting_pl
     assert [one.state for one in other.ranks] == ["elsewhere", "elsewhere", "waiting", "running"]
     assert here.run_id == other.run_id
     assert here.world_size == 4
-    assert "rank 3 was last seen at barrier 'start'" in here.verdict.text
+    assert "rank 3 was last seen at barrier 'start'" in here.finding.text
     assert "'start'" in (here.last_barrier or "")  # and not 'end', which only this host has reached
     assert here.ranks[3].pid is None
     assert here.ranks[3].doing.startswith("on host ")
     assert call_of(here, 2).startswith("barrier 'end' (")
     assert [one.state for one in all_ranks.ranks] == ["waiting"] * 3 + ["running"]
     assert names(all_ranks, 3)
-    assert "where ranks [0, 1, 2] have waited for " in all_ranks.verdict.text
+    assert "where ranks [0, 1, 2] have waited for " in all_ranks.finding.text
     line = f"(pid {pids[3]}), in sleep (test_looks.py:{sleep.__code__.co_firstlineno + 1})"
-    assert f"; it is {all_ranks.ranks[3].doing}" in all_ranks.verdict.text
+    assert f"; it is {all_ranks.ranks[3].doing}" in all_ranks.finding.text
     assert all_ranks.ranks[3].doing.endswith(line)
     assert names(silent, 3)
-    assert f"(pid {pids[3]}): it is stopped, or " in silent.verdict.text
+    assert f"(pid {pids[3]}): it is stopped, or " in silent.finding.text
 
 
 def test_a_world_is_found_by_run_directory_and_process(meeting_place: Path) -> None:
@@ -455,7 +455,7 @@ def test_damaged_files_are_no_crash(meeting_place: Path, tmp_path: Path) -> None
                         dice.randrange(256)
                     )
             victim.write_bytes(data)
-            kinds |= {report.verdict.kind for report in looked_at(copy)}
+            kinds |= {report.finding.kind for report in looked_at(copy)}
         assert "unreadable" in kinds
         assert kinds <= {"unreadable", "waiting", "lost", "ended", "moving", "finished", "failed"}
         header = next(p for p in copy.iterdir() if re.fullmatch("board-[0-9a-f]+", p.name))
@@ -463,8 +463,8 @@ def test_damaged_files_are_no_crash(meeting_place: Path, tmp_path: Path) -> None
         with header.open("r+b") as file:
             file.write(b"syncprims board 999")
         (report,) = looked_at(copy)
-        if report.verdict.kind == "unreadable":  # the other files may be damaged from before
-            assert "version of syncprims" in report.verdict.text
+        if report.finding.kind == "unreadable":  # the other files may be damaged from before
+            assert "version of syncprims" in report.finding.text
 
 
 def looked_at(path: Path) -> list[WorldReport]:
@@ -498,7 +498,7 @@ def test_reads_in_random_programs_are_true(reads: int, meeting_place: Path, tmp_
     def check(report: WorldReport) -> None:
         # The name of a run is not readable at its very end. Then nothing is said of its ranks.
         seed = report.run_id.removeprefix("seed ")
-        if report.verdict.kind in ("deadlock", "unreadable") or report.verdict.stuck:
+        if report.finding.kind in ("deadlock", "unreadable") or report.finding.stuck:
             wrong.append(f"{report}")
         for one in report.ranks:
             late = one.state == "lost" and one.rank not in killed.get(seed, set())
@@ -540,9 +540,9 @@ def test_a_cycle_across_groups_is_told_as_its_error_tells_it() -> None:
         1: RankWait(pair, 1, 3.0, [0]),
         2: RankWait(all_, 1, 3.0, [1]),
     }
-    verdict = judge(view([all_, pair], 3), waits, {}, 30)
-    assert (verdict.kind, verdict.waiting_for, verdict.stuck) == ("deadlock", [0, 1], False)
-    assert verdict.text == (
+    finding = judge(view([all_, pair], 3), waits, {}, 30)
+    assert (finding.kind, finding.waiting_for, finding.stuck) == ("deadlock", [0, 1], False)
+    assert finding.text == (
         "ranks wait for each other in different groups, and none can go on:\n"
         "  rank 0: barrier 'all' (?) in group [0, 1, 2]\n"
         "  rank 1: barrier 'pair' (?) in group [0, 1]\n"
@@ -552,15 +552,15 @@ def test_a_cycle_across_groups_is_told_as_its_error_tells_it() -> None:
 
 def test_a_wait_for_data_is_no_wait_for_a_rank() -> None:
     all_ = board({0: (4, "all"), 1: (4, "all")}, {0: WaitView(4)})
-    verdict = judge(view([all_], 2), {0: RankWait(all_, 4, 31.0, [])}, {}, 30)
-    assert (verdict.kind, verdict.waiting_for, verdict.stuck) == ("waiting", [], True)
-    assert verdict.text == (
+    finding = judge(view([all_], 2), {0: RankWait(all_, 4, 31.0, [])}, {}, 30)
+    assert (finding.kind, finding.waiting_for, finding.stuck) == ("waiting", [], True)
+    assert finding.text == (
         "still at barrier 'all' (?) after 31 s: all ranks [0, 1] have come, and the data is under "
         "way"
     )
 
 
-def test_a_short_wait_is_no_verdict() -> None:
+def test_a_short_wait_is_no_finding() -> None:
     all_ = board({0: (4, "all"), 1: (3, "all")}, {0: WaitView(4)})
     assert judge(view([all_], 2), {0: RankWait(all_, 4, 0.4, [1])}, {}, 30).kind == "moving"
     assert judge(view([all_], 2), {0: RankWait(all_, 4, 1.5, [1])}, {}, 30).waiting_for == [1]

@@ -151,7 +151,7 @@ def test_a_main_thread_that_has_ended_is_named(scripts: Scripts) -> None:
                 if "main thread" in record.getMessage():
                     print(record.getMessage(), flush=True)
                     report = syncprims.who.who(os.environ["SYNCPRIMS_RUN_ID"], stuck_after=0)[0]
-                    print("who:", *report.verdict.text.splitlines())
+                    print("who:", *report.finding.text.splitlines())
                     open("go", "w").close()
         logging.getLogger("syncprims").addHandler(Handler())
         def work():

@@ -14,7 +14,7 @@ from syncprims._protocol.diagnosis import Snapshot
 from syncprims.errors import name_ranks
 from syncprims.interface import Label, Status, WaitView
 
-#: Seconds of waiting from which on a verdict names who waits: less is part of any program.
+#: Seconds of waiting from which on a finding names who waits: less is part of any program.
 NOTABLE = 0.5
 MOST_NAMED = 8  # ranks whose activity is described
 
@@ -48,7 +48,7 @@ class WorldView(NamedTuple):
     others: Mapping[int, Any] = {}  #: the :class:`RankDescription` of those that were read there
 
 
-class Verdict(NamedTuple):
+class Finding(NamedTuple):
     """What a world waits for, in words and for programs."""
 
     kind: Kind
@@ -82,10 +82,10 @@ def own_rounds(view: WorldView, board: BoardView) -> int:
 
 def judge(
     view: WorldView, waits: Mapping[int, RankWait], doing: Mapping[int, str], stuck_after: float
-) -> Verdict:
-    """Return the verdict on a world; `doing` says what ranks outside of calls do, where known."""
+) -> Finding:
+    """Return the finding on a world; `doing` says what ranks outside of calls do, where known."""
     if view.problem:
-        return Verdict("unreadable", [], view.problem)
+        return Finding("unreadable", [], view.problem)
     alive = any(status.state == "alive" for status in view.states.values())
     long = {rank: wait for rank, wait in waits.items() if wait.seconds >= min(NOTABLE, stuck_after)}
     waited = max((wait.seconds for wait in long.values()), default=0.0)
@@ -94,12 +94,12 @@ def judge(
         rank, status = ended
         text = _describe_end(rank, status)
         if not alive:
-            return Verdict("ended", [], f"no rank lives any more: {text}")
+            return Finding("ended", [], f"no rank lives any more: {text}")
         kind: Any = status.state
-        return Verdict(kind, [rank] if waits else [], text, waited, stuck)
+        return Finding(kind, [rank] if waits else [], text, waited, stuck)
     if not alive:
         text = "no rank lives any more" if view.states else "no rank has joined yet"
-        return Verdict("ended", [], text)
+        return Finding("ended", [], text)
     lacking = {rank: wait for rank, wait in long.items() if wait.missing}
     calls = {
         rank: [Wait(wait.call(rank), name_ranks(wait.board.members), wait.missing)]
@@ -109,16 +109,16 @@ def judge(
     cycle = next(filter(None, (find_cycle(rank, calls, held) for rank in sorted(held))), None)
     if cycle:
         error = deadlock_error({rank: calls[rank] for rank in cycle}, cycle[0])
-        return Verdict("deadlock", sorted(cycle), str(error), waited, stuck)
+        return Finding("deadlock", sorted(cycle), str(error), waited, stuck)
     if lacking:
         faults, text = _describe_absence(view, lacking, doing)
-        return Verdict("waiting", faults, text, waited, stuck)
+        return Finding("waiting", faults, text, waited, stuck)
     if long:
         rank, wait = max(long.items(), key=lambda item: item[1].seconds)
         others = [other for other in wait.board.members if other in doing and other not in long]
         activity = "".join(f"; rank {other} {doing[other]}" for other in others[:MOST_NAMED])
-        return Verdict("waiting", others, wait.snapshot(rank).warning + activity, waited, stuck)
-    return Verdict("moving", [], "all is moving")
+        return Finding("waiting", others, wait.snapshot(rank).warning + activity, waited, stuck)
+    return Finding("moving", [], "all is moving")
 
 
 def _ended_rank(view: WorldView, waits: Mapping[int, RankWait]) -> tuple[int, Status] | None:
