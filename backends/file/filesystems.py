@@ -18,7 +18,7 @@ from .private_dir import PrivateDirectory
 
 _CURE = "set SYNCPRIMS_DIR to a directory on a local file system"
 
-#: Types whose locks, or whose shared memory, need not hold across clients.
+#: Types of file systems on which another host need not see a lock, or a change of a mapped file.
 _REMOTE = """
     9p acfs afs auristorfs beegfs beegfs_nodev ceph cifs coda dvs fhgfs gfs gfs2 gpfs kafs lustre
     lustre_lite mfs mmfs ncpfs nfs nfs4 ocfs2 orangefs panfs prl_fs pvfs2 quobyte smb3 smbfs vboxsf
@@ -47,13 +47,13 @@ def find_mount(mounts: str, number: str) -> tuple[str, str] | None:
 
 
 def is_remote(kind: str) -> bool:
-    """Return whether locks need not hold across clients on a file system of this type."""
+    """Return whether other hosts need not see a lock on a file system of this type."""
     first, _, driver = kind.partition(".")
     return first in _REMOTE.split() or (first == "fuse" and driver in _REMOTE_FUSE.split())
 
 
 def refuse_remote(path: Path, fd: int) -> None:
-    """Refuse the open directory `path` where locks need not hold across clients.
+    """Refuse the open directory `path` where other hosts need not see a lock.
 
     :raises BackendUnavailable: naming the type and the mount point.
     """

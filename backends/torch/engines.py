@@ -151,7 +151,7 @@ class GlooEngine(Engine):
     def _transfer(self, start: Callable[[Any], Any]) -> None:
         """Return once the work is done that ``start(group)`` returns."""
         if self._closed:
-            raise RuntimeError("this engine is closed")
+            raise RuntimeError("an array was to be sent after this group was closed")
         self._begin = time.monotonic()
         try:
             if self._group is None:
@@ -308,7 +308,7 @@ class DefaultGroup:
     def close(self, *, normally: bool) -> None:
         """Destroy the group if a world opened it, and all that the program has made from it."""
         opened, self._opened = self._opened, False
-        if opened and dist.is_initialized() and (normally or _keep_gloo()):
+        if opened and dist.is_initialized() and (normally or _pin_gloo_groups()):
             dist.destroy_process_group()
 
     def abort(self) -> None:
@@ -321,7 +321,7 @@ class DefaultGroup:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 connection.getpeername()  # there is none: it is the one that Gloo listens at
                 connection.shutdown(socket.SHUT_RDWR)
-        if _keep_gloo():
+        if _pin_gloo_groups():
             dist.destroy_process_group()
         else:  # NCCL's call, for which torch has no public name
             dist.distributed_c10d._abort_process_group()
@@ -329,7 +329,7 @@ class DefaultGroup:
     def abandon(self) -> None:
         """Leave the group to the parent, in a forked child: Gloo's threads are not there to end."""
         if self._opened and dist.is_initialized():
-            _keep_gloo()
+            _pin_gloo_groups()
 
 
 def _open_sockets() -> set[tuple[int, int]]:
@@ -343,7 +343,7 @@ def _open_sockets() -> set[tuple[int, int]]:
     return found
 
 
-def _keep_gloo() -> bool:
+def _pin_gloo_groups() -> bool:
     """Keep all Gloo groups until the process ends; return whether there are no other groups."""
     # Torch has no public name for either, and the program may have made groups of its own.
     groups = dist.distributed_c10d._world.pg_map

@@ -47,7 +47,8 @@ from .who import describe_run
 
 GRACE = 5.0  # seconds between a failure and SIGTERM, and between SIGTERM and SIGKILL
 STOPPED = 75  # exit code if SIGTERM has stopped the run, and all ranks have ended with 0
-#: Seconds within which a second signal is the same request: `timeout` sends two.
+#: Seconds within which a second signal is the same request: timeout(1) of GNU sends SIGTERM to the
+#: launcher, and again to its process group.
 _ONE_REQUEST = 0.2
 _POLL_INTERVAL = 0.02
 _REAP_EVERY = 1.0  # seconds
@@ -358,7 +359,7 @@ class _Launcher:
         self._ranks, self._failed, sources = [], [], list[Source]()
         guard.send("\n")
         try:
-            # If a signal comes now, those that are there get it.
+            # A signal that comes while ranks start goes to those that have started.
             while len(self._ranks) < self._plan.ranks and not self._received:
                 sources += self._start(len(self._ranks), folder, guard)
             # In the first thread: from now on no process is forked.

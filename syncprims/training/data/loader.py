@@ -230,7 +230,8 @@ class PreparedLoader(DataLoader[T]):
         rank, ranks = get_rank(), get_world_size()
         if self._shards_itself:
             what = f"{self._own_shares()} divides the data for the {before} ranks before"
-            raise ValueError(f"reshard(): {what}; let the loader shard the data")
+            cure = "prepare a loader without it: such a loader divides the data itself"
+            raise ValueError(f"reshard(): {what}; {cure}")
         if before != ranks and (keep == "global") != old.split:
             whole = (size or 0) * (ranks if old.split else before)
             cut, rest = divmod(whole, before if old.split else ranks)
