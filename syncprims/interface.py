@@ -11,6 +11,7 @@ post, and the contract itself.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -152,6 +153,7 @@ class Label:
         return self._encoded
 
     @classmethod
+    @functools.lru_cache(maxsize=256)  # each look at the others reads the same ones
     def decode(cls, data: bytes) -> Label:
         """Return the label that :meth:`encode` wrote."""
         parts, about = data.split(b"\0", 5), b""

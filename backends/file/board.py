@@ -42,6 +42,7 @@ _LOOKS = 100  # at most, with a yield after each, before the clock is read
 _LOOKS_PER_TIME = 16  # between two readings of the clock
 _YIELD_FOR = 0.0005  # seconds of yielding before sleeping
 FIRST_NAP, LONGEST_NAP = 0.002, 0.05  #: seconds of sleep, in case no rank wakes this one
+NAPS = 5  #: after so many it asks who has ended, in case that came before it slept
 _MOST_KNOWN = 4096
 _LONG = 0.001  # seconds; among themselves, ranks wait for microseconds
 _LONG_WEIGHT, _LIMIT = 3, 12  # a long wait counts as much as three short ones; when to sleep
@@ -228,20 +229,20 @@ class SharedMemoryBoard(Board):
         return self._collect_slowly(number, timeout)
 
     def _collect_slowly(self, number: int, timeout: float | None) -> Sequence[Note] | None:
-        start = now = self.now()
+        start = now = time.monotonic()
         if self._waiting_for != number:  # else the core asks again for the same round
             self._waiting_for, self._waiting_since = number, start
             self._spin_policy.count_wait()
         nap = min(LONGEST_NAP, max(FIRST_NAP, now - self._waiting_since))
-        looks, slept = 0, False
+        looks, naps, woken = 0, 0, False
         while True:
             notes = self.notes(number)
             if self._memory[self._intents] != self._no_intents:
-                if self._aborts.verdict(number) is not None:
+                if self.verdict() is not None:
                     return None
                 notes = self.notes(number)
             if notes is not None:
-                self._spin_policy.record(self.now() - self._waiting_since)
+                self._spin_policy.record(time.monotonic() - self._waiting_since)
                 self.collected = number
                 self._tidy(number)
                 return notes
@@ -253,21 +254,22 @@ class SharedMemoryBoard(Board):
             if timeout is not None and now - start >= timeout:
                 return None
             if sleepy:
-                # Only after a sleep: the end of a process wakes this rank, and most sleeps suffice.
-                if slept and self.is_in_vain(number):
+                if (woken or naps == NAPS) and self.is_in_vain(number):
                     return None
-                self._sleep(number, nap if timeout is None else min(nap, timeout - (now - start)))
-                slept, nap = True, min(2 * nap, LONGEST_NAP)
-            now = self.now()
+                naps = naps % NAPS + 1
+                nap = nap if timeout is None else min(nap, timeout - (now - start))
+                woken, nap = self._sleep(number, nap), min(2 * nap, LONGEST_NAP)
+            now = time.monotonic()
 
-    def _sleep(self, number: int, seconds: float) -> None:
-        """Sleep until the last note of the round or the end of a process, at most so long."""
+    def _sleep(self, number: int, seconds: float) -> bool:
+        """Sleep, at most so long; return whether a note, or the end of a process, ended it."""
         me = self._asleep.start + self._index
         try:
             self._memory[me] = 1
             # A note posted before its writer could see this byte would wake no rank.
             if not self.is_full(number) and self._memory[self._intents] == self._no_intents:
-                self._doorbell.sleep(seconds)
+                return self._doorbell.sleep(seconds)
+            return True
         finally:
             with contextlib.suppress(ValueError):  # closed meanwhile: a signal handler forked
                 self._memory[me] = 0
@@ -383,7 +385,13 @@ class SharedMemoryBoard(Board):
 
     def verdict(self) -> bytes | None:
         """Return the verdict that covers the oldest uncollected round, if there is one."""
+        if self._memory[self._intents] == self._no_intents:
+            return None
         return self._aborts.verdict(self.collected + 1)
+
+    def inform(self) -> None:
+        """Let the next look at each member ask for its lock, too."""
+        self._liveness.distrust()
 
     def publish_wait(self, wait: WaitView) -> None:
         """Record in this board's memory what this rank waits for."""

@@ -16,7 +16,7 @@ import re
 import select
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from syncprims import errors
@@ -59,6 +59,8 @@ _EXIT_GRACE = 5.0  # seconds to learn the exit code of a rank that published a n
 #: Seconds for a process that has lost its lock to be gone: all it has left to do is to end, unless
 #: it runs another program.
 _DYING = 0.2
+#: A process that lives may have lost its lock: it runs another program. Seconds between two looks.
+_LOCK_EVERY = 2.0
 
 
 class Liveness:
@@ -80,6 +82,7 @@ class Liveness:
         self._ended: dict[int, tuple[State, str, bytes]] = {}  # final states
         self._poll = select.poll()  # on all watches at once
         self._slot_of_fd: dict[int, int] = {}
+        self._trusted: dict[int, float] = {}  # until when a watched process has its lock
         with contextlib.ExitStack() as undo:
             size = _slot(world_size + _SPARE * elastic)
             self._memory = map_file(directory, FILE, MAGIC, world_size, size)
@@ -159,6 +162,7 @@ class Liveness:
             if watch.fd < 0:
                 return None
             self._watches[slot] = watch
+            self._trusted[slot] = time.monotonic() + _LOCK_EVERY
             self.doorbell.also_wake_for(watch.fd)
             self._poll.register(watch.fd, select.POLLIN)
             self._slot_of_fd[watch.fd] = slot
@@ -166,18 +170,29 @@ class Liveness:
 
     def ended(self, slots: Iterable[int]) -> list[tuple[int, State]]:
         """Return those of `slots` that are no longer there, and how they ended."""
-        # If another thread is looking, the next look will do.
-        events = poll_unless_busy(self._poll, 0.0) or [] if self._slot_of_fd else []
-        closed = {self._slot_of_fd[fd] for fd, event in events if event & select.POLLIN}
+        closed = self._closed()
         found: list[tuple[int, State]] = []
         for slot in slots:
-            watched = slot in self._watches and slot not in closed
-            if slot == self.slot or (watched and self._read_state(slot) == _ALIVE):
+            if slot == self.slot or self._is_seen_alive(slot, closed):
                 continue  # the common case, for one system call in all
             state = self.state(slot)[0]
             if state not in ("alive", "unknown"):
                 found.append((slot, state))
         return found
+
+    def _closed(self) -> set[int]:
+        """Return the slots whose watched processes have ended."""
+        # If another thread is looking, the next look will do.
+        events = poll_unless_busy(self._poll, 0.0) or [] if self._slot_of_fd else []
+        return {self._slot_of_fd[fd] for fd, event in events if event & select.POLLIN}
+
+    def _is_seen_alive(self, slot: int, closed: Collection[int]) -> bool:
+        watched = slot in self._watches and slot not in closed
+        return watched and self._read_state(slot) == _ALIVE
+
+    def distrust(self) -> None:
+        """Let the next look at each process ask for its lock, too."""
+        self._trusted.clear()
 
     def state(self, slot: int) -> tuple[State, str, bytes]:
         """Return the state of `slot`, how it ended where known, and the failure it published."""
@@ -189,6 +204,11 @@ class Liveness:
         return known
 
     def _examine(self, slot: int) -> tuple[State, str, bytes]:
+        now = time.monotonic()
+        if now < self._trusted.get(slot, now) and self._is_seen_alive(slot, self._closed()):
+            return "alive", self.read(slot, "activity").decode(), b""
+        if slot in self._watches:
+            self._trusted[slot] = now + _LOCK_EVERY
         # A rank is lost if it was here, is gone, and has published no end: so its state is read
         # before and after. It may be just joining (its lock comes before its state) or leaving.
         before = self._read_state(slot)

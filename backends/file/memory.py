@@ -344,8 +344,8 @@ class Doorbell:
         """End a sleep also when `fd` becomes readable; once."""
         self._poll.register(fd, select.POLLIN)
 
-    def sleep(self, seconds: float) -> None:
-        """Return when another rank wakes this one, a watched process ends, or the time is up."""
+    def sleep(self, seconds: float) -> bool:
+        """Return whether another rank wakes this one, or a watched process ends, in this time."""
         events = poll_unless_busy(self._poll, seconds)
         if events is None:  # another thread of this rank sleeps: one poll serves one thread
             poll = select.poll()
@@ -357,6 +357,7 @@ class Doorbell:
                     os.read(fd, 4096)
             else:
                 self._poll.unregister(fd)
+        return bool(events)
 
     def wake(self, slot: int) -> None:
         """Wake the rank in `slot` if it sleeps. A thread may wake its own rank."""

@@ -20,7 +20,7 @@ from syncprims.errors import Failure, PeerFailed
 from syncprims.interface import Board, Label, Note, Status, WaitView
 
 from ..file.backend import FileBackend
-from ..file.board import FIRST_NAP, LONGEST_NAP, SharedMemoryBoard
+from ..file.board import FIRST_NAP, LONGEST_NAP, NAPS, SharedMemoryBoard
 from ..file.liveness import Liveness
 from ..file.memory import Fence
 from .decisions import COMPLETE, END, VERDICT, Decisions, MemberEnd, decode_notes, read_key
@@ -153,7 +153,7 @@ class TwoLevelBoard(Board):
         number = self.collected + 1
         now = self.now()
         until = math.inf if timeout is None else now + timeout
-        nap, slept = FIRST_NAP, False
+        nap, naps, woken = FIRST_NAP, 0, False
         self._state.set_waiting(number)
         try:
             while True:
@@ -165,11 +165,12 @@ class TwoLevelBoard(Board):
                     return self._take(number, decision)
                 if now >= until:
                     return None
-                if slept and self.local.is_in_vain(number):
+                if (woken or naps == NAPS) and self.local.is_in_vain(number):
                     return None
+                naps = naps % NAPS + 1
                 self._help(number, now)
-                self._connection.liveness.doorbell.sleep(min(nap, until - now))
-                slept, nap, now = True, min(2 * nap, LONGEST_NAP), self.now()
+                woken = self._connection.liveness.doorbell.sleep(min(nap, until - now))
+                nap, now = min(2 * nap, LONGEST_NAP), self.now()
         finally:
             with contextlib.suppress(ValueError):  # closed meanwhile: a signal handler forked
                 self._state.set_waiting(0)

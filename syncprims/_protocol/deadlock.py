@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -108,7 +109,8 @@ class DeadlockDetector:
         #: This rank has found a deadlock, and still publishes that.
         self.holds_verdict: bool = False
         self._backend = backend
-        self._boards: dict[Board, Callable[[], int]] = {}
+        # Of each: the group and its members as messages and statements show them.
+        self._boards: dict[Board, tuple[str, str, Callable[[], int]]] = {}
         self._waits: dict[int, dict[str, Any]] = {}  # by thread, as they are published
         self._ended = 0  # waits; distinguishes one wait from the next
         self._looks = 0  # for the first of several notes, in vain
@@ -118,11 +120,13 @@ class DeadlockDetector:
 
     def add(self, board: Board, promised: Callable[[], int] = int) -> None:
         """Count the rounds at `board`, and those that this rank has promised to post there."""
-        self._boards = {**self._boards, board: promised}  # another thread may go through them
+        group = describe_group(board.members, board.name)
+        about = group, errors.format_ranks(board.members), promised
+        self._boards = {**self._boards, board: about}  # another thread may go through them
 
     def remove(self, board: Board) -> None:
         """Forget `board`, which is closed."""
-        self._boards = {b: promised for b, promised in self._boards.items() if b is not board}
+        self._boards = {b: about for b, about in self._boards.items() if b is not board}
 
     def end_wait(self) -> None:
         """Withdraw what this thread has published: its wait is over."""
@@ -135,10 +139,11 @@ class DeadlockDetector:
         self.holds_verdict = False
         self._publish({})
 
-    def search(self, board: Board, call: str) -> SyncError | None:
+    def search(self, board: Board, call: str, missing: Collection[int]) -> SyncError | None:
         """Publish that `call` waits at `board`; return an error once a deadlock is certain."""
-        members = errors.format_ranks(board.members)
-        return self._search({"call": call, "at": _place(board), "members": members})
+        group, members, _ = self._boards[board]
+        at = [group, board.collected + 1]
+        return self._search({"call": call, "at": at, "members": members}, missing)
 
     def search_any(self, members: Collection[int], call: str) -> SyncError | None:
         """Publish that `call` waits for the first note of any of these ranks, as :meth:`search`.
@@ -148,25 +153,33 @@ class DeadlockDetector:
         self._looks += 1
         at = [self._backend.topology.rank, self._ended]
         error = self._verdict_about(at, members)
-        return error or self._search({"call": call, "at": at, "any": errors.format_ranks(members)})
+        wait = {"call": call, "at": at, "any": errors.format_ranks(members)}
+        return error or self._search(wait, members)
 
-    def _search(self, wait: dict[str, Any]) -> SyncError | None:
+    def _search(self, wait: dict[str, Any], awaited: Collection[int]) -> SyncError | None:
         me = self._backend.topology.rank
         if self.holds_verdict:
             return self._verdict_about(wait["at"], [me])  # that another thread has found
         self._waits[get_ident()] = wait
-        if threads_that_may_call() - self._waits.keys():
+        alone = len(sys._current_frames()) == 1  # pyright: ignore[reportPrivateUsage]
+        if not alone and threads_that_may_call() - self._waits.keys():
             self._publish({})  # while this thread waits, another may post
             return None
         mine = [*self._waits.copy().values()]
         statement = {
             "ended": self._ended,
             "waits": mine,
-            "posted": {_group(b): b.posted + promised() for b, promised in self._boards.items()},
+            "posted": {
+                group: board.posted + promised()
+                for board, (group, _, promised) in self._boards.items()
+            },
         }
         if any("any" in thread for thread in mine):
             statement["looks"] = self._looks
         self._publish(statement)
+        if not any(map(self._read, awaited)):  # none of them waits
+            self._suspected = {}
+            return None
         statement_of = functools.cache(self._read)
         waits = {me: _waits_in(me, statement_of)}
         queue = [me]
@@ -205,7 +218,7 @@ class DeadlockDetector:
 
     def verdict_for(self, board: Board, missing: Collection[int]) -> SyncError | None:
         """Return the verdict of a missing rank that has found this very wait in a deadlock."""
-        return self._verdict_about(_place(board), missing)
+        return self._verdict_about([self._boards[board][0], board.collected + 1], missing)
 
     def _verdict_about(self, at: list[Any], ranks: Collection[int]) -> SyncError | None:
         for rank in ranks:
@@ -259,11 +272,3 @@ def describe_group(members: Sequence[int], board: str) -> str:
     """Return a group as messages show it: its ranks, and the name of its board if it has one."""
     ranks = name_ranks(members)
     return f"{ranks} {board!r}" if board else ranks
-
-
-def _group(board: Board) -> str:
-    return describe_group(board.members, board.name)
-
-
-def _place(board: Board) -> list[Any]:
-    return [_group(board), board.collected + 1]

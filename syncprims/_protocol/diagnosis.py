@@ -83,11 +83,14 @@ class Snapshot:
         self._number = number
         self._library_rounds = library_rounds
         self._seen = seen
-        self._starts = first_call is not None
-        #: that this rank waits in
-        self.call: str = first_call or str(self._seen[rank].label or "its first call")
+        self._first_call = first_call
         self.missing: list[int] = [r for r, status in self._seen.items() if status.rounds < number]
         self._waited = waited
+
+    @property
+    def call(self) -> str:
+        """The call that this rank waits in."""
+        return self._first_call or str(self._seen[self._rank].label or "its first call")
 
     @property
     def warning(self) -> str:
@@ -138,7 +141,7 @@ class Snapshot:
     def early_mismatch(self) -> CollectiveMismatch | None:
         """Return the mismatch of the notes that are up already, if they differ."""
         up = {r: s.label for r, s in self._seen.items() if s.rounds == self._number}
-        if self._rank not in up or len(set(up.values()) - {None}) < 2:
+        if self._rank not in up or len(up) < 2 or len(set(up.values()) - {None}) < 2:
             return None
         absent = dict.fromkeys(self.missing, "not here yet")
         calls = {rank: absent.get(rank) or str(up.get(rank) or "?") for rank in self._seen}
@@ -187,7 +190,7 @@ class Snapshot:
         return errors.PeerFailed.from_failure(failure, waiting=self.call)
 
     def _lost(self, rank: int, status: Status) -> errors.PeerLost:
-        if self._starts and status.rounds < self._number:
+        if self._first_call is not None and status.rounds < self._number:
             joined = status.state == "finished"
             return errors.PeerLost.before_start(
                 rank, status.detail, joined, waiting=self._rank, call=self.call

@@ -434,13 +434,16 @@ class Rounds:
         self, seen: Snapshot, waited: float, late: bool, at_board: bool
     ) -> SyncError | None:
         """Return why this round will not complete, or None while it still may."""
-        error = self._deadlocks.verdict_for(self.board, seen.missing) or seen.absence()
+        error = None
+        if waited >= DEADLOCK_SEARCH and at_board:  # else no rank knows that this one waits
+            error = self._deadlocks.verdict_for(self.board, seen.missing)
+        error = error or seen.absence()
         if error is None and waited >= _EARLY_MISMATCH:
             error = seen.early_mismatch()
         if error is None and late:
             error = seen.timeout()
         if error is None and waited >= DEADLOCK_SEARCH and seen.missing and at_board:
-            error = self._deadlocks.search(self.board, seen.call)
+            error = self._deadlocks.search(self.board, seen.call, seen.missing)
         return error
 
     # -- failures -------------------------------------------------------------------------------

@@ -82,9 +82,9 @@ def test_deadlocks_of_large_groups(seats: list[Any], monkeypatch: pytest.MonkeyP
         known.add(wait)
         known.add(other)
     calls = [f"barrier 'of {len(wait.members)}' (train.py:41)" for wait in waits]
-    assert here.search(waits[0], calls[0]) is None  # no other rank has published where it waits
-    assert there.search(waits[1], calls[1]) is None  # it takes two looks
-    found = there.search(waits[1], calls[1])
+    assert here.search(waits[0], calls[0], [2]) is None  # no other rank has published where it waits
+    assert there.search(waits[1], calls[1], [0]) is None  # it takes two looks
+    found = there.search(waits[1], calls[1], [0])
     assert isinstance(found, sp.CollectiveMismatch)
     assert "rank 0: barrier 'of 512' (train.py:41) in group [0,2,4," in str(found)
     assert "rank 2: barrier 'of 1024' (train.py:41) in group [0-1023]" in str(found)
