@@ -11,6 +11,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncprims.interface import Label
+
 if TYPE_CHECKING:  # Windows, where others read it, has no such module
     from .private_dir import PrivateDirectory
 
@@ -41,6 +43,24 @@ class RankDescription(NamedTuple):
     #: that, and what it waits for: a round, since when, and whether for data.
     boards: Sequence[tuple[str, int, str, Sequence[Any]]]
     frames: Sequence[Mapping[str, Any]]  #: the stack of its main thread, if it waits at none
+
+
+class HostReport(NamedTuple):
+    """What one host knows of others that have not come to a round."""
+
+    come: Sequence[int]  #: hosts that have come meanwhile
+    seen: Mapping[str, Sequence[Any]]  #: by rank: its last round, and the label of that as text
+    silent: Mapping[str, float]  #: by host: seconds without a sign of life
+
+    def last_seen(self, rank: int) -> tuple[int, Label | None] | None:
+        """Return the last round of `rank` and the label of that, if something is known of it."""
+        if str(rank) not in self.seen:
+            return None
+        rounds, text = self.seen[str(rank)]
+        return rounds, None if text is None else Label.decode(text.encode("latin-1"))
+
+
+NO_REPORT = HostReport((), {}, {})  #: nothing is known
 
 
 class BoardDescription(NamedTuple):

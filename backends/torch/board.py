@@ -21,6 +21,7 @@ from syncprims.interface import Board, Label, Note, Status, WaitView
 
 from ..file.backend import FileBackend
 from ..file.board import FIRST_NAP, LONGEST_NAP, NAPS, SharedMemoryBoard
+from ..file.description import HostReport
 from ..file.liveness import Liveness
 from ..file.memory import Fence
 from .decisions import COMPLETE, END, VERDICT, Decisions, MemberEnd, decode_notes, read_key
@@ -284,8 +285,7 @@ class TwoLevelBoard(Board):
             own = {str(rank): [s.rounds, _text(s.label)] for rank, s in here.items()}
             store.set(f"{self._prefix}/host/{connection.host}", json.dumps(own))
         silent = {str(host): connection.heartbeat.silence(host) for host in looked_at}
-        report = {"come": list(pieces), "seen": seen, "silent": silent}
-        self._state.publish_report(number, report)
+        self._state.publish_report(number, HostReport(list(pieces), seen, silent))
 
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`: exact on this host, the latest report on others."""
@@ -296,14 +296,14 @@ class TwoLevelBoard(Board):
         number = self.collected + 1
         report = self._state.report(number)
         rounds, label = self.collected, self._last.get(rank)
-        seen = report.get("seen", {}).get(str(rank))
+        seen = report.last_seen(rank)
         if seen is not None and seen[0] >= rounds:
-            rounds, label = seen[0], _label(seen[1])
-        elif host in report.get("come", ()):
+            rounds, label = seen
+        elif host in report.come:
             rounds, label = number, self.local.status(self.local.rank).label
         if end is not None:
             return Status(end.rounds, label, end.state, end.detail, end.failure.encode())
-        why = self._why_lost(host, report.get("silent", {}).get(str(host), 0.0))
+        why = self._why_lost(host, report.silent.get(str(host), 0.0))
         return Status(rounds, label, "lost" if why else "alive", why)
 
     def _why_lost(self, host: int, silence: float) -> str:
@@ -413,7 +413,3 @@ class TwoLevelBoard(Board):
 
 def _text(label: Label | None) -> str | None:
     return None if label is None else label.encode().decode("latin-1")
-
-
-def _label(text: str | None) -> Label | None:
-    return None if text is None else Label.decode(text.encode("latin-1"))

@@ -15,11 +15,12 @@ from typing import Any
 
 from ..file import memory
 from ..file.abort import Aborts
+from ..file.description import NO_REPORT, HostReport
 from ..file.liveness import Liveness
 from ..file.memory import CELLS, HEADER_SIZE, RECORD_HEAD
 from .decisions import END
 
-MAGIC = b"syncprims host state 3"
+MAGIC = b"syncprims host state 4"
 OF_HOST = "-host"  #: what the name of this file adds to that of the board
 _ROUND = struct.Struct("<Q")
 ENTRY_SIZE = 8 * 1024
@@ -94,16 +95,16 @@ class HostState:
 
     # -- other hosts ----------------------------------------------------------------------------
 
-    def publish_report(self, number: int, report: dict[str, Any]) -> None:
+    def publish_report(self, number: int, report: HostReport) -> None:
         """Write what is known about members that have not come to a round yet."""
         data = json.dumps(report).encode()
         if len(data) <= _REPORT_SIZE - RECORD_HEAD - _ROUND.size:
             self._write(self._report_at, number, data)
 
-    def report(self, number: int) -> dict[str, Any]:
+    def report(self, number: int) -> HostReport:
         """Return the latest report about a round."""
         data = self._read(self._report_at, _REPORT_SIZE, number)
-        return json.loads(data) if data else {}
+        return HostReport(*json.loads(data)) if data else NO_REPORT
 
     def close(self) -> None:
         """Unmap the memory."""
@@ -119,7 +120,7 @@ class HostState:
         return data[8:] if data is not None and data[:8] == _ROUND.pack(number) else None
 
 
-def read_report(copy: bytes, count: int) -> tuple[int, dict[str, Any]]:
+def read_report(copy: bytes, count: int) -> tuple[int, HostReport]:
     """Return the latest report about other hosts in the copied state of `count` members.
 
     It is of the round that is also returned: 0 if there is none.
@@ -127,8 +128,8 @@ def read_report(copy: bytes, count: int) -> tuple[int, dict[str, Any]]:
     at = HEADER_SIZE + _ROUND.size * (count + 1)
     data = memory.read_record(copy, at, _REPORT_SIZE) or b""
     if len(data) <= _ROUND.size:
-        return 0, {}
-    return int(_ROUND.unpack_from(data)[0]), json.loads(data[_ROUND.size :])
+        return 0, NO_REPORT
+    return int(_ROUND.unpack_from(data)[0]), HostReport(*json.loads(data[_ROUND.size :]))
 
 
 class Heartbeat:

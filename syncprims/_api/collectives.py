@@ -9,8 +9,6 @@ Every call that waits for other ranks raises `CollectiveMismatch` if they make a
 `PeerFailed` if one raises. The message names the ranks.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -20,9 +18,13 @@ from syncprims._data.partition import split as split_items
 from syncprims._data.reduction import Op
 from syncprims._protocol.validation import Seconds, require, seconds
 from syncprims._world.group import CallOptions, Group, innermost_group
-from syncprims._world.runtime import current, get_active_group, get_host_number, get_topology
+from syncprims._world.runtime import (
+    get_active_group,
+    get_host_number,
+    get_topology,
+    running_world,
+)
 from syncprims._world.sequential import InTurn, MainFirst
-from syncprims._world.world import main_first_on_node, make_group
 
 T = TypeVar("T")
 
@@ -105,7 +107,7 @@ def group(ranks: Sequence[int]) -> Group:
     :raises TypeError: if a rank is not a whole number.
     :raises SyncError: if the ranks do not meet, as :func:`barrier`.
     """
-    return make_group(current(), ranks)
+    return running_world().make_group(ranks)
 
 
 def barrier(
@@ -130,7 +132,7 @@ def barrier(
     """
     members = get_active_group(timeout) if group is None else _checked(group)
     # As the Group's method does; without that call a barrier of one is twice as fast.
-    if members._silent and name is None and timeout is None and not device:
+    if members.is_silent and name is None and timeout is None and not device:
         return
     members.barrier(name, timeout=timeout, device=device)
 
@@ -293,7 +295,7 @@ def main_first(
                 f"main_first(local=True, group={group!r}): local=True selects the group of "
                 f"this node's ranks; pass only one of the two"
             )
-        return main_first_on_node(current(timeout), name, seconds(timeout))
+        return running_world(timeout).main_first_on_node(name, seconds(timeout))
     members = get_active_group(timeout) if group is None else _checked(group)
     return members.main_first(name=name, timeout=timeout)
 

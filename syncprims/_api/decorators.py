@@ -8,8 +8,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overl
 
 from syncprims._protocol.validation import whole_number
 from syncprims._world.group import SharedResult, innermost_group
-from syncprims._world.runtime import current, get_host_number, get_topology
-from syncprims._world.world import get_node_group
+from syncprims._world.runtime import get_host_number, get_topology, running_world
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -114,8 +113,8 @@ class _Choice(NamedTuple):
         :raises ValueError: if not all of them are in the group that is entered: no other rank
             makes the call.
         """
-        world, within = current(), innermost_group()
-        members = get_node_group(world) if self.local else world.group
+        world, within = running_world(), innermost_group()
+        members = world.node_group() if self.local else world.group
         src = members.ranks[-1 if self.number is None else self.number]
         needed = members.ranks if self.local else (src,)
         if within is not None and not set(needed) <= set(within.ranks):

@@ -1,14 +1,12 @@
 """To go on after a loss: a new world of those who are left, and the state for those behind."""
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 from typing import Any, TypeVar, cast
 
 from syncprims._protocol.validation import Seconds, seconds, whole_number
-from syncprims._world.runtime import current, reform_world
-from syncprims._world.world import Change, rounds_completed, set_rounds_completed
+from syncprims._world.runtime import reform_world, running_world
+from syncprims._world.world import Change
 
 T = TypeVar("T")
 
@@ -46,7 +44,7 @@ def hand_over(tree: T, change: Change) -> T:
         a checkpoint instead.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    world = current()
+    world = running_world()
     if change.epoch != world.epoch:
         raise ValueError(
             f"change is of epoch {change.epoch}, and the world is in epoch {world.epoch}: pass the "
@@ -60,7 +58,7 @@ def hand_over(tree: T, change: Change) -> T:
     state = world.group.broadcast(state if sends else None, change.furthest)
     if own < most:
         tree = cast("T", _restore(tree, state))
-        set_rounds_completed(world, rounds_completed(world) + most - own)
+        world.set_rounds_completed(world.rounds_completed() + most - own)
     return tree
 
 

@@ -63,7 +63,7 @@ def _compare(sequence: RoundSequence, value: object, name: str, mine: bytes) -> 
             rounds.members, values.gather_within(sequence, text), seen, strict=True
         )
     )
-    rounds.raise_in_step(
+    rounds.raise_shared_error(
         RankMismatch(
             f"{name} differs between ranks, at {label}:\n{lines}\n"
             f"Make it the same everywhere: equal seeds and inputs, or broadcast it.",

@@ -53,11 +53,11 @@ class DataPlane:
 
         :raises SyncError: if the board is closed.
         """
-        if rounds.data is None:
+        plane = rounds.prepared
+        if not isinstance(plane, cls):
             if rounds.closed is not None:
                 raise rounds.closed()
-            rounds.data = cls(rounds)
-        plane: DataPlane = rounds.data
+            plane = rounds.prepared = cls(rounds)
         return plane
 
     # -- how arrays travel ---------------------------------------------------------------------

@@ -97,7 +97,7 @@ def _call(
     of any other value.
     """
     try:
-        plane: DataPlane = rounds.data or DataPlane.of(rounds)
+        plane = DataPlane.of(rounds)
         found = None if plane.count == 1 else plane.find(note, value)  # of one, nothing travels
         if found is not None:
             layout, packed, call = found
@@ -400,7 +400,7 @@ def _send(
 
 def _receive(rounds: Rounds, note: Note, src: int, out: Any, timeout: float | None) -> Any:
     """Return what `src` sends; most likely it is like the last object that came to this site."""
-    plane: DataPlane = rounds.data or DataPlane.of(rounds)
+    plane = DataPlane.of(rounds)
     expected: _Broadcast | None = plane.calls.get(id(note))
 
     def read(notes: Sequence[Note]) -> Any:
@@ -568,7 +568,7 @@ def _reduce(
             # The builtin one: numpy's own cannot be made from a text.
             kind = next(one for one in _NO_RESULT if one in type(error).__mro__)
             own, cause = kind(f"{here}: these values have no {op}: {error}"), error
-        rounds.in_step = own
+        rounds.shared_error = own
         raise own from cause
 
 
@@ -596,7 +596,7 @@ def copy_into(rounds: Rounds, out: Any, value: Any) -> Any:
         return value
     misfit = _find_misfit(out, value)
     if misfit is not None:
-        rounds.in_step = misfit
+        rounds.shared_error = misfit
         raise misfit
     if is_array(out):
         out[...] = value
@@ -605,7 +605,7 @@ def copy_into(rounds: Rounds, out: Any, value: Any) -> Any:
         out.detach().copy_(value)
     except RuntimeError as error:
         if type(error) is RuntimeError:  # of torch
-            rounds.in_step = error
+            rounds.shared_error = error
         raise
     return out
 

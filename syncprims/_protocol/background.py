@@ -1,4 +1,4 @@
-"""Transfers that still need notes of a rank, and that it continues in each of its waits.
+"""The waits of one rank beside its rounds, and the transfers that go on in every wait.
 
 A send whose data does not fit at once needs this rank again, and so does a receive of such data.
 The other rank may wait for that while this one waits in another call: a collective, another
@@ -7,12 +7,17 @@ transfer, a store. So every wait of a world goes on with all of them.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from syncprims.errors import SyncError
-from syncprims.interface import Awaited, Backend, Board, Note, ends_round
+from syncprims.interface import Awaited, Backend
+
+from .deadlock import DEADLOCK_SEARCH, DeadlockDetector
+
+_SEARCH_EVERY = 0.25  # seconds between two searches for a deadlock
 
 
 class Task(Protocol):
@@ -28,20 +33,22 @@ class Task(Protocol):
 
 
 class Background:
-    """The tasks of one rank in one world."""
+    """The tasks of one rank in one epoch of its world, and its waits."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self.backend = backend
+        self.deadlocks: DeadlockDetector = DeadlockDetector(backend)
         self.tasks: dict[Task, None] = {}  #: empty nearly always
         #: Held while a task takes a step: several threads of this rank may wait.
         self.lock: threading.RLock = threading.RLock()
 
-    def keep(self, task: Task, *, unfinished: bool) -> None:
-        """Continue `task` in later waits, or stop it."""
-        if unfinished:
-            self.tasks[task] = None
-        else:
-            self.tasks.pop(task, None)
+    def add(self, task: Task) -> None:
+        """Continue `task` in later waits."""
+        self.tasks[task] = None
+
+    def drop(self, task: Task) -> None:
+        """Continue `task` no more."""
+        self.tasks.pop(task, None)
 
     def move(self) -> bool:
         """Take all steps that need no waiting, and return whether there were any.
@@ -53,41 +60,37 @@ class Background:
             try:
                 moved = task.move() or moved
             except SyncError:
-                self.keep(task, unfinished=False)
+                self.drop(task)
         return moved
 
-    def collect(self, board: Board, limit: float) -> Sequence[Note] | None:
-        """Return as ``board.collect(limit)``, and go on with all tasks meanwhile."""
-        notes = board.collect(0.0)
-        if notes is None:
-            until = board.now() + limit
-            if not self.wait(lambda: _is_settled(board), until, Awaited(boards=[board])):
-                return None
-            notes = board.collect(0.0)
-        return notes
-
     def wait(self, ready: Callable[[], bool], until: float, awaited: Awaited) -> bool:
-        """Return as :meth:`Backend.wait`, and go on with all tasks meanwhile."""
-        if not self.tasks:
-            return self._backend.wait(ready, until, awaited)
+        """Return as :meth:`Backend.wait`, and go on with all tasks meanwhile.
 
-        def can_move() -> bool:
-            return any(task.can_move() for task in tuple(self.tasks))
-
+        If a call is named, and there is no time limit, a deadlock of this rank breaks the boards.
+        """
         now = awaited.boards[0].now
-        while not ready():
-            late = now() >= until
-            moves = self._backend.wait(lambda: ready() or can_move(), until, awaited)
-            if not (self.move() or ready()) and (late or not moves):
-                return False  # the time is up, or a board is broken
-        return True
+        searches = awaited.call and until == math.inf and not awaited.boards[0].virtual_time
+        search_at = now() + DEADLOCK_SEARCH if searches else math.inf
+        is_stuck = False
 
+        def is_over() -> bool:
+            nonlocal search_at, is_stuck
+            if ready() or any(task.can_move() for task in tuple(self.tasks)):
+                return True
+            if now() >= search_at:
+                search_at = now() + _SEARCH_EVERY
+                is_stuck = self.deadlocks.breaks(awaited)
+            return is_stuck
 
-def _is_settled(board: Board) -> bool:
-    """Return whether the oldest uncollected round is complete, or never will be."""
-    if board.verdict() is not None:
-        return True
-    seen = [board.status(member) for member in board.members]
-    missing = [status.rounds <= board.collected for status in seen]
-    ended = any(ends_round(s.state, absent) for s, absent in zip(seen, missing, strict=True))
-    return ended or not any(missing)
+        try:
+            if not self.tasks:
+                return self.backend.wait(is_over, until, awaited) and not is_stuck
+            while not ready():
+                late = now() >= until
+                moves = self.backend.wait(is_over, until, awaited) and not is_stuck
+                if not (self.move() or ready()) and (late or not moves):
+                    return False  # the time is up, or a board is broken
+            return True
+        finally:
+            if searches:
+                self.deadlocks.end_wait()

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 
 from syncprims import errors
 from syncprims.errors import CollectiveMismatch, SyncError, name_ranks, parse_ranks
-from syncprims.interface import Backend, Board
+from syncprims.interface import Awaited, Backend, Board
 
 from .threads import threads_that_may_call
 
+DEADLOCK_SEARCH = 1.0  #: seconds of a wait after which boards are compared
 #: Bytes of a verdict that is published for others, in a statement of 4 KB at most.
 _LONGEST_VERDICT = 2500
 
@@ -145,16 +146,24 @@ class DeadlockDetector:
         at = [group, board.collected + 1]
         return self._search({"call": call, "at": at, "members": members}, missing)
 
-    def search_any(self, members: Collection[int], call: str) -> SyncError | None:
-        """Publish that `call` waits for the first note of any of these ranks, as :meth:`search`.
+    def breaks(self, awaited: Awaited) -> bool:
+        """Publish a wait for the first note at any of these boards, as :meth:`search`.
 
-        Call it after each look for such a note, and within none.
+        Return whether they are broken, since it is in a deadlock. Call this after each look for
+        such a note, and within none.
         """
         self._looks += 1
-        at = [self._backend.topology.rank, self._ended]
-        error = self._verdict_about(at, members)
-        wait = {"call": call, "at": at, "any": errors.format_ranks(members)}
-        return error or self._search(wait, members)
+        me, boards = self._backend.topology.rank, awaited.boards
+        states = {rank: board.status(rank).state for board in boards for rank in board.members}
+        living = ("alive", "unknown")
+        others = [rank for rank, state in states.items() if state in living and rank != me]
+        at = [me, self._ended]
+        wait = {"call": awaited.call, "at": at, "any": errors.format_ranks(others)}
+        error = self._verdict_about(at, others) or self._search(wait, others)
+        if error is not None:
+            for board in boards:
+                board.abort(errors.dump(error))
+        return error is not None
 
     def _search(self, wait: dict[str, Any], awaited: Collection[int]) -> SyncError | None:
         me = self._backend.topology.rank

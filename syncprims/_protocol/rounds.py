@@ -20,11 +20,11 @@ from typing import Any, NoReturn, TypeAlias, TypeVar, overload
 
 from syncprims import errors
 from syncprims.errors import ConcurrentCall, Failure, PeerFailed, PeerLost, SyncError
-from syncprims.interface import Board, Label, Note, Settings, WaitView
+from syncprims.interface import Awaited, Board, Label, Note, Settings, WaitView, ends_round
 
 from .background import Background
 from .call_site import NoteCache
-from .deadlock import DeadlockDetector
+from .deadlock import DEADLOCK_SEARCH
 from .diagnosis import Snapshot, compare_sites, mismatch_error
 from .threads import log_stacks
 
@@ -42,7 +42,6 @@ _FEW_MEMBERS = 16
 _EARLY_MISMATCH = 0.3
 #: A round that this rank has posted to and collects later: holds its notes once it is collected.
 PendingRound: TypeAlias = list[Sequence[Note]]
-DEADLOCK_SEARCH = 1.0  # seconds after which boards are compared
 _TIME_FOR_CAUSE = 1.0  # seconds within which the death that an engine has met is known
 _TIME_TO_END = 1.0  # seconds for a thread whose work was stopped
 
@@ -55,19 +54,16 @@ class Rounds:
         board: Board,
         rank: int,
         settings: Settings,
-        deadlocks: DeadlockDetector,
         background: Background,
-        local_rank: int,
         library_rounds: int = 0,
-        observer: Any = None,
+        between: tuple[str, ...] = (),
     ) -> None:
         """Use `board`, whose first `library_rounds` rounds are not the user's.
 
-        `observer` sees all rounds, as :class:`syncprims.tracing.recorder.RoundRecorder` does.
+        Frames of files below the folders `between` stand between the user's line and a call.
         """
         self.board = board
         self.rank = rank
-        self.local_rank = local_rank
         self.members: tuple[int, ...] = board.members
         self.index: int = board.members.index(rank)  #: of this rank among the members
         self.settings = settings
@@ -77,11 +73,11 @@ class Rounds:
         scale = max(1.0, len(board.members) / _FEW_MEMBERS)
         self._first_look = math.inf if board.virtual_time else _FIRST_LOOK * scale
         self._longest_pause = _LONGEST_PAUSE * scale
-        self._deadlocks = deadlocks
+        self._deadlocks = background.deadlocks
         self._background, self._tasks = background, background.tasks
         self._pending: dict[int, PendingRound] = {}  # by the number of the round
         #: See there for what it asks of its caller.
-        self.note: Callable[..., Note] = NoteCache().note
+        self.note: Callable[..., Note] = NoteCache(between).note
         # The calls under way, with the thread and the label of each. A call adds itself first and
         # removes itself last, and only if this rank is still in step. So a call that an exception
         # has ended is found by the next one, whatever interrupted its own handling of that
@@ -89,25 +85,22 @@ class Rounds:
         self._calls: dict[object, tuple[int, Label | None]] = {}
         #: Every later call raises ``closed()``: the world is closed, forked or broken.
         self.closed: Callable[[], SyncError] | None = None
-        #: An exception with which the call under way may end: this rank stays in step with all.
-        self.in_step: BaseException | None = None
-        #: What the data plane has prepared for this board.
-        self.data: Any = None
+        #: The error of the call under way that all ranks have, or learn of in the next round.
+        self.shared_error: BaseException | None = None
+        self.prepared: object = None  #: what the layer above keeps for this board, while it is open
         #: Whether a barrier of one member is a round, too, since something observes every round.
-        self.observed: bool = observer is not None or board.observed
-        self._observer = observer
-        if observer is not None:  # without one, no barrier asks for it
-            vars(self)["meet"] = observer.watch_meet(self.meet)
-        #: Returns whether processes wait to join; None where that cannot be.
-        self.may_join: Callable[[], object] | None = None
-        #: Rounds that this rank will post without another call of the user, as room comes.
-        self.promised = 0
-        deadlocks.add(board, lambda: self.promised)
+        self.observed: bool = board.observed
+        self._deadlocks.add(board)
 
     def close(self, why: Callable[[], SyncError]) -> None:
         """Make every later call raise ``why()``, and release prepared calls."""
         self.closed = why
-        self.data = None
+        self.prepared = None
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its node."""
+        return self._background.backend.topology.local_rank
 
     # -- what the primitives use ------------------------------------------------------------
 
@@ -146,7 +139,7 @@ class Rounds:
             if len(self._calls) > 1 or self.closed is not None:
                 self._refuse(token)
             collected, before = board.collected, board.posted
-            self.in_step = None
+            self.shared_error = None
             if before != collected:
                 self.make_room(timeout)
             if write is not None:
@@ -198,7 +191,7 @@ class Rounds:
             if len(self._calls) > 1 or self.closed is not None:
                 self._refuse(token)
             collected, before = board.collected, board.posted
-            self.in_step = None
+            self.shared_error = None
             result = steps()
             del self._calls[token]  # the last act, as in `meet`
             return result
@@ -281,8 +274,6 @@ class Rounds:
         if board.posted - board.collected >= board.depth:
             self.make_room(timeout)
         before = board.posted
-        if self._observer is not None:
-            self._observer.posting(note)
         try:
             board.post(note)
         except OSError as error:
@@ -298,7 +289,7 @@ class Rounds:
         failure = failure._replace(message=failure.message[:150], traceback="")
         failed = PeerFailed.from_failure(failure, note.label.call)
         self.board.post(Note(note.label, failure=errors.dump(failed)))
-        self.in_step = error
+        self.shared_error = error
 
     # -- waiting ------------------------------------------------------------------------------
 
@@ -309,23 +300,22 @@ class Rounds:
 
     def collect(self, timeout: float | None) -> Sequence[Note]:
         """Collect the oldest round, and check that all members made the same call."""
-        board, observer = self.board, self._observer
-        is_deferred = board.collected + 1 in self._pending
-        if observer is not None:
-            observer.collecting(late=bool(self._pending) or board.collected + 1 < board.posted)
         limit = self._first_look
         if timeout is not None and timeout < limit:
             limit = min(timeout, self.settings.warn_after)
-        notes = self._complete(self._collect(limit), limit, timeout)
-        if observer is not None:
-            observer.collected(self._shared_failure(notes) if is_deferred else None)
-        return notes
+        return self._complete(self._collect(limit), limit, timeout)
 
     def _collect(self, limit: float) -> Sequence[Note] | None:
         """Return as :meth:`Board.collect`, and go on meanwhile with what is under way."""
-        if self._tasks:
-            return self._background.collect(self.board, limit)
-        return self.board.collect(limit)
+        board = self.board
+        if not self._tasks:
+            return board.collect(limit)
+        notes, until = board.collect(0.0), board.now() + limit
+        if notes is None and self._background.wait(
+            lambda: _is_settled(board), until, Awaited(boards=[board])
+        ):
+            notes = board.collect(0.0)
+        return notes
 
     def _complete(
         self, notes: Sequence[Note] | None, limit: float, timeout: float | None
@@ -373,8 +363,6 @@ class Rounds:
         """
         at_board = obstacle is None
         board = self.board
-        if at_board and self._observer is not None:
-            attempt = self._observer.watch_wait(attempt, begin)
         number = board.collected + at_board  # elsewhere, all notes of the round are collected
         deadline = math.inf if timeout is None else begin + timeout
         warn_every = self.settings.warn_after
@@ -459,11 +447,11 @@ class Rounds:
         """Raise what another member failed with in this round, if one did."""
         failed = self._shared_failure(notes)
         if failed is not None:
-            self.raise_in_step(failed)
+            self.raise_shared_error(failed)
 
-    def raise_in_step(self, error: SyncError) -> NoReturn:
+    def raise_shared_error(self, error: SyncError) -> NoReturn:
         """Raise `error`, which all members raise in this round, or learn of in the next one."""
-        self.in_step = error
+        self.shared_error = error
         raise error
 
     def _break_group(self, verdict: bytes) -> NoReturn:
@@ -479,10 +467,8 @@ class Rounds:
         on: if this rank made the call again, all its later rounds would be paired off by one.
         """
         board = self.board
-        if before >= 0 and self._observer is not None:
-            self._observer.call_failed(error, before)
         unchanged = board.posted == before and board.collected == collected
-        if before < 0 or unchanged or error is self.in_step:
+        if before < 0 or unchanged or error is self.shared_error:
             self._calls.pop(token, None)
         elif self.closed is None:
             with contextlib.suppress(Exception):  # no memory or no stack: the next call does it
@@ -548,6 +534,16 @@ def _is_running(token: object, thread: int) -> bool:
     return False
 
 
+def _is_settled(board: Board) -> bool:
+    """Return whether the oldest uncollected round is complete, or never will be."""
+    if board.verdict() is not None:
+        return True
+    seen = [board.status(member) for member in board.members]
+    missing = [status.rounds <= board.collected for status in seen]
+    ended = any(ends_round(s.state, absent) for s, absent in zip(seen, missing, strict=True))
+    return ended or not any(missing)
+
+
 class RoundSequence:
     """One call's rounds, one after another. All have the label of `note`, the call's plain note."""
 
@@ -578,9 +574,9 @@ class RoundSequence:
         try:
             self.post(self.rounds.failure_note(self.note.label, error))
         except OSError as full:
-            if full is not self.rounds.in_step:
+            if full is not self.rounds.shared_error:
                 raise  # else a shorter note has been posted
-        self.rounds.in_step = error
+        self.rounds.shared_error = error
 
     def attempt(self, step: Callable[[], T]) -> T:
         """Return ``step()``, after which all members meet again; they raise there what it raises.

@@ -1,10 +1,4 @@
-"""A group of ranks, and what its members can do together.
-
-:class:`Group` has what users call. What the rest of the library needs of a group are the functions
-below it, which use its private members.
-"""
-
-# pyright: reportPrivateUsage=false
+"""A group of ranks, and what its members can do together."""
 
 from __future__ import annotations
 
@@ -13,14 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, Unpack, cast, overload
 
 from syncprims._data import reduction, values
 from syncprims._data.partition import split
 from syncprims._data.reduction import Op
 from syncprims._protocol.rounds import Rounds
 from syncprims._protocol.validation import Seconds, seconds, whole_number
-from syncprims.errors import SyncError
 from syncprims.interface import Note
 
 from .sequential import InTurn, MainFirst
@@ -49,20 +42,27 @@ class Group:
     """
 
     def __init__(
-        self, ranks: Sequence[int], rank: int, rounds: Rounds | None, timeout: float | None
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        rounds: Rounds | None,
+        timeout: float | None,
+        arrived: Callable[[], object] | None = None,
     ) -> None:
         self.ranks: tuple[int, ...] = tuple(ranks)  #: world ranks of the members, ascending
-        self._rank = rank
-        self._member = rounds
-        self._timeout = timeout
-        #: Of one member: its plain barrier needs no round, in an open world where nothing observes.
-        self._silent = rounds is not None and len(self.ranks) == 1 and not rounds.observed
+        # For the rest of the library: this rank's rounds, and the seconds of a call that names
+        # none; what returns the processes that wait to join, where that can be; and whether the
+        # plain barrier of one member needs no round: in an open world where nothing observes.
+        self.rounds: Rounds = rounds or cast("Rounds", _NoRounds(self.ranks, rank))
+        self.timeout = timeout
+        self.arrived = arrived
+        self.is_silent = rounds is not None and len(self.ranks) == 1 and not rounds.observed
 
     def __repr__(self) -> str:
         return f"<syncprims.Group of ranks {list(self.ranks)}>"
 
     def __enter__(self) -> Group:
-        self._rounds  # noqa: B018 - raises for a rank that is not a member
+        self.rounds.members  # noqa: B018 - raises for a rank that is not a member
         entered.set((*entered.get(), self))
         return self
 
@@ -74,25 +74,16 @@ class Group:
             groups.remove(self)
             entered.set(tuple(reversed(groups)))
 
-    @property
-    def _rounds(self) -> Rounds:
-        if self._member is None:
-            raise ValueError(
-                f"rank {self._rank} is not in the group of ranks {list(self.ranks)}: only members "
-                f"enter it and call its methods"
-            )
-        return self._member
-
     def barrier(
         self, name: str | None = None, *, timeout: Seconds = None, device: bool = False
     ) -> None:
         """As :func:`syncprims.barrier`, among the members."""
         if device:
             _wait_for_device()
-        if self._silent and name is None and timeout is None:
+        if self.is_silent and name is None and timeout is None:
             return
-        rounds = self._member or self._rounds
-        timeout = self._timeout if timeout is None else seconds(timeout)
+        rounds = self.rounds
+        timeout = self.timeout if timeout is None else seconds(timeout)
         rounds.meet(rounds.note("barrier", name), timeout)
 
     def broadcast(
@@ -144,20 +135,20 @@ class Group:
         """As :func:`syncprims.all_reduce`, among the members."""
         if op.__class__ is not str or op not in reduction.OPS:
             op = reduction.check_op(op)
-        rounds = self._member or self._rounds
-        limit = self._timeout if timeout is None else seconds(timeout)
+        rounds = self.rounds
+        limit = self.timeout if timeout is None else seconds(timeout)
         note = rounds.note("all_reduce", name, None, op)
         return values.all_reduce(rounds, note, value, op, out, limit)
 
     def any_rank(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.any_rank`, among the members."""
-        rounds = self._rounds
+        rounds = self.rounds
         note = rounds.note("any_rank", name, yes=bool(flag))
         return rounds.meet(note, self._seconds(timeout), _is_any_set)
 
     def all_ranks(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.all_ranks`, among the members."""
-        rounds = self._rounds
+        rounds = self.rounds
         note = rounds.note("all_ranks", name, yes=bool(flag))
         return rounds.meet(note, self._seconds(timeout), _are_all_set)
 
@@ -165,17 +156,17 @@ class Group:
         """As :func:`syncprims.assert_same`, among the members."""
         from syncprims._data import comparison  # not before it is asked for
 
-        rounds = self._rounds
+        rounds = self.rounds
         label = rounds.note("assert_same", name).label
         comparison.assert_same(rounds, label, value, name, self._seconds(timeout))
 
     def main_first(self, name: str | None = None, *, timeout: Seconds = None) -> MainFirst:
         """As :func:`syncprims.main_first`, among the members: the lowest one goes first."""
-        return MainFirst(self._rounds, name, seconds(timeout))
+        return MainFirst(self.rounds, name, seconds(timeout))
 
     def in_turn(self, name: str | None = None, *, timeout: Seconds = None) -> InTurn:
         """As :func:`syncprims.in_turn`, among the members."""
-        return InTurn(self._rounds, name, self._seconds(timeout))
+        return InTurn(self.rounds, name, self._seconds(timeout))
 
     @overload
     def split(self, items: range, *, pad: Literal[False] = False) -> range: ...
@@ -187,10 +178,24 @@ class Group:
     def split(self, items: T, *, pad: bool = False) -> T: ...
     def split(self, items: Any, *, pad: bool = False) -> Any:
         """As :func:`syncprims.split`, among the members."""
-        return split(items, self._rounds.index, len(self.ranks), pad=pad)
+        return split(items, self.rounds.index, len(self.ranks), pad=pad)
 
     def _seconds(self, timeout: Seconds) -> float | None:
-        return self._timeout if timeout is None else seconds(timeout)
+        return self.timeout if timeout is None else seconds(timeout)
+
+
+class _NoRounds:
+    """In place of the rounds of a group, for a rank that is not a member."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
+        self._ranks, self._rank = ranks, rank
+
+    def __getattr__(self, _: str) -> NoReturn:
+        """Raise: only members have rounds."""
+        raise ValueError(
+            f"rank {self._rank} is not in the group of ranks {list(self._ranks)}: only members "
+            f"enter it and call its methods"
+        )
 
 
 # -- for the rest of the library -----------------------------------------------------------------
@@ -200,21 +205,6 @@ def innermost_group() -> Group | None:
     """Return the group whose ``with`` block this is; None outside of all."""
     groups = entered.get()
     return groups[-1] if groups else None
-
-
-def rounds_of(group: Group) -> Rounds:
-    """Return the rounds of a group that this rank is a member of.
-
-    :raises ValueError: if this rank is not a member.
-    """
-    return group._rounds
-
-
-def close_group(group: Group, why: Callable[[], SyncError]) -> None:
-    """Make every later call raise ``why()``: the world is closed, or this is a forked child."""
-    group._silent = False
-    if group._member is not None:
-        group._member.close(why)
 
 
 class SharedResult(NamedTuple):
@@ -234,7 +224,7 @@ class SharedResult(NamedTuple):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            rounds = self.group._rounds
+            rounds = self.group.rounds
             rounds.fail(rounds.note(self.call, self.name, self.src).label, error)
 
     def send(self, result: Any) -> Any:
@@ -245,9 +235,9 @@ class SharedResult(NamedTuple):
 def _broadcast(
     group: Group, kind: str, name: str | None, obj: T, src: int, out: Any, timeout: Seconds
 ) -> T:
-    rounds = group._member or group._rounds
+    rounds = group.rounds
     note = rounds.note(kind, name, src)
-    limit = group._timeout if timeout is None else seconds(timeout)
+    limit = group.timeout if timeout is None else seconds(timeout)
     value: T = values.broadcast(rounds, note, obj, src, out, limit)
     return value
 
@@ -256,9 +246,9 @@ def gather_as(
     group: Group, kind: str, obj: T, timeout: Seconds = math.inf, *, name: str | None = None
 ) -> list[T]:
     """Gather under the name of the call `kind`; by default all members wait without a timeout."""
-    rounds = group._rounds
+    rounds = group.rounds
     note = rounds.note(kind, name)
-    return values.gather(rounds, note, obj, group._seconds(timeout))
+    return values.gather(rounds, note, obj, group.timeout if timeout is None else seconds(timeout))
 
 
 # `map`, since a generator takes as long as all the rest of the call.

@@ -14,8 +14,6 @@ An exception of a signal handler may end the call anywhere. The next call goes o
 the decision if this rank has not begun that epoch, and else with the next vote.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import base64
@@ -37,24 +35,14 @@ from syncprims.errors import (
 )
 from syncprims.interface import Awaited
 
-from .group import rounds_of
-from .world import (
-    JOINER,
-    Epoch,
-    Member,
-    begin_epoch,
-    have_met,
-    join_world,
-    leave_rounds,
-    rounds_completed,
-)
+from .world import JOINER, Epoch, Member
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from syncprims.interface import Backend
 
-    from .world import Change, World
+    from .world import Change, RunningWorld
 
 
 def _name(epoch: int) -> str:
@@ -85,10 +73,10 @@ class _Terms(NamedTuple):
     deadline: float
 
 
-def reform(world: World, min_ranks: int, timeout: float | None) -> Change:
+def reform(world: RunningWorld, min_ranks: int, timeout: float | None) -> Change:
     """As :func:`syncprims.reform`."""
-    call, now = describe_call(), rounds_of(world.group).board.now
-    if not world._backend.can_reform:
+    call, now = describe_call(), world.group.rounds.board.now
+    if not world.backend.can_reform:
         raise BackendUnavailable(
             f"reform() does not work on backend {world.backend_name!r}: restart the run from a "
             f"checkpoint, as `syncprims run --max-restarts` does. The backends 'file' and 'torch' "
@@ -103,38 +91,38 @@ def reform(world: World, min_ranks: int, timeout: float | None) -> Change:
     return change
 
 
-def _begin_next(world: World, terms: _Terms, error: SyncError) -> None:
+def _begin_next(world: RunningWorld, terms: _Terms, error: SyncError) -> None:
     """Leave the present epoch, with `error` for those that wait in it, and begin the next one."""
     if world.decided is None or world.decided.number <= world.epoch:
-        standing = leave_rounds(world, error)
-        if world.decided is None or have_met(world):
-            members = [Member(p, rank, 0) for rank, p in enumerate(world._backend.members)]
+        standing = world.leave_rounds(error)
+        if world.decided is None or world.have_met():
+            members = [Member(p, rank, 0) for rank, p in enumerate(world.backend.members)]
             world.decided = Epoch(world.epoch, world.world_size, members)
         world.decided = _Vote(world, terms, standing).hold()
     epoch = world.decided  # perhaps of a call that was interrupted before it began that epoch
-    topology = epoch.topology(world._backend.process, world.topology)
+    topology = epoch.topology(world.backend.process, world.topology)
 
     def why() -> SyncError:
         if world.epoch >= epoch.number:
             return _reformed()
         return WorldClosed("reform() was interrupted, and this rank is in no world: call it again")
 
-    begin_epoch(world, epoch, topology, why)
+    world.begin_epoch(epoch, topology, why)
 
 
-def _meet(world: World, terms: _Terms) -> Change | None:
+def _meet(world: RunningWorld, terms: _Terms) -> Change | None:
     """Meet the members of the epoch that was decided, or, if one is lost before, of a later one."""
     while True:
         try:
-            join_world(world)
+            world.join()
         except (PeerLost, PeerFailed) as error:
             _begin_next(world, terms, error)
             continue
         except BaseException as error:  # the others, which wait for this rank, vote again
-            leave_rounds(world, PeerFailed.from_failure(Failure.of(world.rank, error), terms.call))
+            world.leave_rounds(PeerFailed.from_failure(Failure.of(world.rank, error), terms.call))
             raise
         if world.decided is not None:  # else it has just started
-            world.change = world.decided.change(world._backend.process)
+            world.change = world.decided.change(world.backend.process)
             world.decided = None
         return world.change
 
@@ -176,9 +164,9 @@ def await_admission(backend: Backend) -> Epoch:
                 return epoch
 
 
-def join_epoch(world: World) -> None:
+def join_epoch(world: RunningWorld) -> None:
     """Meet the ranks of the epoch in which this process starts, or of a later one."""
-    now = rounds_of(world.group).board.now()
+    now = world.group.rounds.board.now()
     if world.epoch:
         terms = _Terms("init", 1, now, math.inf)
     else:  # it does not go on alone: its run may be over, and it a replacement that comes too late
@@ -189,10 +177,10 @@ def join_epoch(world: World) -> None:
 class _Vote:
     """One rank's part in the decision about the next epoch."""
 
-    def __init__(self, world: World, terms: _Terms, standing: SyncError) -> None:
+    def __init__(self, world: RunningWorld, terms: _Terms, standing: SyncError) -> None:
         self._world = world
-        self._backend = world._backend
-        self._now = rounds_of(world.group).board.now
+        self._backend = world.backend
+        self._now = world.group.rounds.board.now
         self._call, least, self._begin, self._deadline = terms
         self._standing = standing  # why the world is over
         self._warn_every = world.settings.warn_after
@@ -202,7 +190,7 @@ class _Vote:
             if isinstance(_decode(value), Epoch):
                 break
             self._number += 1
-        self._mine = json.dumps([self._number, rounds_completed(world), least]).encode()
+        self._mine = json.dumps([self._number, world.rounds_completed(), least]).encode()
 
     def hold(self) -> Epoch:
         """Return the decision, once there is one.
@@ -213,7 +201,7 @@ class _Vote:
         backend = self._backend
         backend.publish("reform", self._mine)
         warn_at = self._begin + self._warn_every
-        if self._deadline == math.inf and rounds_of(self._world.group).board.virtual_time:
+        if self._deadline == math.inf and self._world.group.rounds.board.virtual_time:
             warn_at = math.inf  # such a wait lasts forever
         decision: Epoch | SyncError | None = None
         while decision is None:  # it waits before each look: so a rank that has called is seen
@@ -310,7 +298,7 @@ class _Vote:
         world = self._world
         if not world.settings.agent_store or world.topology.launcher != "torchrun":
             return False  # an agent's store: else an operator set torchrun's variables
-        nodes = world._nodes
+        nodes = world.nodes
         if not nodes:
             return False  # these ranks have not met
         left = [member.rank for member in epoch.members if member.rank is not None]
@@ -334,7 +322,7 @@ class _Vote:
         return sorted(map(self._backend.members.index, processes))
 
     def _last_seen(self, rank: int) -> str:
-        label = rounds_of(self._world.group).board.status(rank).label
+        label = self._world.group.rounds.board.status(rank).label
         return f"  rank {rank} was last seen in {label or 'no call'}"
 
     def _warn(self, now: float) -> None:

@@ -32,18 +32,7 @@ from .membership import await_admission, is_joining, join_epoch, reform
 from .nodes import place_on_nodes, without_nodes
 from .registry import choose_backend, find_end_recorder
 from .settings import STOP_NOTE, derive_store, find_misspelt, read_settings
-from .world import (
-    Change,
-    World,
-    abandon_world,
-    close_world,
-    join_world,
-    leave_world,
-    publish_activity,
-    report_failure,
-    report_to_torchrun,
-    set_world_timeout,
-)
+from .world import Change, RunningWorld, World, report_failure, report_to_torchrun
 
 MakeBackend = Callable[[type[Backend], Topology, Settings], Backend]
 
@@ -62,14 +51,14 @@ class _State:
     def __init__(self, environ: Mapping[str, str], make: MakeBackend) -> None:
         self.environ = environ
         self.make = make
-        self.world: World | None = None
+        self.world: RunningWorld | None = None
         self.ended: Callable[[], SyncError] | None = None
         self.topology: Topology | None = None  # of a world that has ended
         self.in_vain = ""  # the call that was to start a world, and could not
         self.starting = threading.RLock()  # two threads may make the first call
         self.is_starting = False  # a world; a signal handler may call meanwhile
         self.extras: dict[str, Any] = {}  # what belongs to the world, or to the next one
-        self.aside: World | None = None  # the process's world, while threads are ranks
+        self.aside: RunningWorld | None = None  # the process's world, while threads are ranks
         self.thread_worlds = 0  # how many worlds of such ranks there are
         self.provided = False  # a test has started the world: what `init` asks for is ignored
         self.warnings: set[str] = set()  # of likely mistakes, each logged once
@@ -78,16 +67,16 @@ class _State:
         self.process_group: Callable[[], Any] = _no_group
 
     @property
-    def running(self) -> World | None:
+    def running(self) -> RunningWorld | None:
         return self.world or self.aside
 
-    def forget(self, why: Callable[[], SyncError]) -> World | None:
+    def forget(self, why: Callable[[], SyncError]) -> RunningWorld | None:
         """Close the world, so that it raises ``why()``, and return it if there is one."""
         world = self.running
         if world is not None:
             self.world = self.aside = None
             self.ended, self.extras = why, {}
-            close_world(world, why)
+            world.close(why)
             # A launcher asks for the cause of a failure also after shutdown().
             asks = any(self.environ.get(name) for name in (_OUR_FILE, _FILE_OF_TORCHRUN))
             if self is _state and (why is not _closed or not asks):
@@ -133,7 +122,7 @@ def init(backend: str | None = None, *, timeout: Seconds = None) -> World:
             _check_process_group(state)
             _check_same(running, backend, limit)
         elif limit is not None:
-            set_world_timeout(running, limit)
+            running.set_timeout(limit)
         return running
 
 
@@ -148,6 +137,11 @@ def current(timeout: Seconds = None) -> World:
     :raises WorldClosed: after :func:`shutdown`.
     :raises ForkedProcess: in a forked child, which is not a rank.
     """
+    return running_world(timeout)
+
+
+def running_world(timeout: Seconds = None) -> RunningWorld:
+    """As :func:`current`, with what the rest of the library needs of a world."""
     world = _state.world
     if world is not None:
         return world
@@ -186,7 +180,7 @@ def get_active_group(timeout: Seconds = None) -> Group:
     if _C10D in _modules and _get_process_group() is not _state.process_group():
         _check_process_group(_state)
     groups = entered.get()
-    return groups[-1] if groups else (_state.world or current(timeout)).group
+    return groups[-1] if groups else (_state.world or running_world(timeout)).group
 
 
 def get_extras() -> dict[str, Any]:
@@ -206,7 +200,7 @@ def get_extras() -> dict[str, Any]:
 
 def reform_world(min_ranks: int, timeout: float | None) -> Change:
     """As :func:`syncprims.reform`."""
-    world = current()
+    world = running_world()
     change = reform(world, min_ranks, world.timeout if timeout is None else timeout)
     _take_topology(_get_state(), world)
     return change
@@ -333,7 +327,7 @@ def _check_process_group(state: _State) -> None:
 # -- for process groups of torch ------------------------------------------------------------------
 
 
-def find_world() -> World | None:
+def find_world() -> RunningWorld | None:
     """Return the world that runs, if one does; none is started."""
     return _get_state().running
 
@@ -343,7 +337,7 @@ def names_backend() -> bool:
     return bool(_get_state().environ.get("SYNCPRIMS_BACKEND"))
 
 
-def join_as(variables: Mapping[str, str]) -> World:
+def join_as(variables: Mapping[str, str]) -> RunningWorld:
     """Start a world in which `variables` say which rank this process is, in place of a launcher's.
 
     :func:`leave_group_world` ends it.
@@ -355,10 +349,11 @@ def join_as(variables: Mapping[str, str]) -> World:
     others = {name: value for name, value in os.environ.items() if name not in launched}
     state.environ = {**others, **variables}
     try:
-        return init()
+        init()
     except BaseException:
         state.environ = os.environ
         raise
+    return running_world()
 
 
 def keep_until_exit(name: object, thing: object) -> None:
@@ -450,7 +445,7 @@ def _check_same(running: World, backend: str | None, timeout: float | None) -> N
         )
 
 
-def _start(state: _State, backend: str | None, settings: Settings) -> World:
+def _start(state: _State, backend: str | None, settings: Settings) -> RunningWorld:
     if state.is_starting:
         raise errors.ConcurrentCall(
             f"a signal handler calls {describe_call()}, and it has interrupted the start of the "
@@ -463,7 +458,7 @@ def _start(state: _State, backend: str | None, settings: Settings) -> World:
         state.is_starting = False
 
 
-def _start_once(state: _State, backend: str | None, settings: Settings) -> World:
+def _start_once(state: _State, backend: str | None, settings: Settings) -> RunningWorld:
     _check_is_rank(state)
     environ = state.environ
     if state is _state:
@@ -481,14 +476,14 @@ def _start_once(state: _State, backend: str | None, settings: Settings) -> World
     try:
         epoch = await_admission(made) if is_joining(made) else None
         topology = made.topology
-        world = World(
+        world = RunningWorld(
             made, choice.backend, settings, topology, state.extras, end=_end_block, decided=epoch
         )
         state.world, state.ended, state.topology = world, None, topology
         if settings.elastic and made.can_reform:
             join_epoch(world)
         else:
-            join_world(world)
+            world.join()
         _take_topology(state, world)
         state.in_vain = ""
         if settings.error_file is not None:  # the failure of an earlier world is over
@@ -510,7 +505,7 @@ def _start_once(state: _State, backend: str | None, settings: Settings) -> World
     return world
 
 
-def _take_topology(state: _State, world: World) -> None:
+def _take_topology(state: _State, world: RunningWorld) -> None:
     """Keep the numbers of a world that has met, and correct variables that name others."""
     top = state.topology = world.topology
     if world.epoch:
@@ -591,7 +586,7 @@ def _end(state: _State, error: BaseException | None) -> None:
     """Leave the world, with `error` as the reason if there is one."""
     world = state.forget(_closed)
     if world is not None:
-        leave_world(world, error)
+        world.leave(error)
 
 
 def _on_its_way() -> BaseException | None:
@@ -631,7 +626,7 @@ def _leave_to_parent(state: _State) -> None:
     state.starting, state.is_starting = threading.RLock(), False
     world = state.forget(_forked)
     if world is not None:
-        abandon_world(world)
+        world.abandon()
 
 
 def _forked() -> SyncError:
@@ -657,7 +652,7 @@ def _end_process(error: BaseException | None) -> None:
 def _outlive_main_thread(thread: str) -> None:
     """Publish why this rank makes no call any more, unless `thread` makes one."""
     if world := _state.running:
-        publish_activity(world, f"its main thread has ended; thread {thread[:200]!r} still runs")
+        world.publish_activity(f"its main thread has ended; thread {thread[:200]!r} still runs")
 
 
 _exit_hooks = ExitHooks(_end_process, _on_fork, _outlive_main_thread)

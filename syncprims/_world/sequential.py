@@ -97,7 +97,7 @@ class MainFirst:
             rounds.meet(note, timeout)
         except PeerFailed as failed:
             # That main has failed in an inner block, this rank has raised there.
-            if failed is not rounds.in_step or failed.rank != rounds.members[0]:
+            if failed is not rounds.shared_error or failed.rank != rounds.members[0]:
                 raise
 
 
@@ -122,6 +122,7 @@ class InTurn:
 
     def __init__(self, rounds: Rounds, name: str | None, timeout: float | None) -> None:
         self._rounds = rounds
+        self._index = rounds.index
         self._name = name
         self._timeout = timeout
         self._labels: list[Label] = []
@@ -131,15 +132,15 @@ class InTurn:
         self._labels = [
             rounds.note("in_turn", self._name, member).label for member in rounds.members
         ]
-        self._pass(self._labels[: rounds.index])
+        self._pass(self._labels[: self._index])
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         rounds = self._rounds
         if error is not None:
-            rounds.fail(self._labels[rounds.index], error)
+            rounds.fail(self._labels[self._index], error)
         else:
             _deliver_output(rounds)
-            self._pass(self._labels[rounds.index :])
+            self._pass(self._labels[self._index :])
 
     def _pass(self, labels: list[Label]) -> None:
         def meet_each(sequence: RoundSequence) -> None:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 import syncprims
+from syncprims._world.runtime import running_world
 from syncprims._world.sequential import MainFirst
-from syncprims._world.world import set_world_timeout
 from syncprims.training import Accumulator, rank_device
 from syncprims.training.optimizer import delegated
 
@@ -125,10 +125,10 @@ class PartialState(RankCalls):
     initialized = True
 
     def __init__(self, cpu: bool = False, **options: Any) -> None:
-        world = syncprims.current()
+        world = running_world()
         self.__dict__ = world.extras.setdefault(_STATE, {})
         if (timeout := options.get("timeout")) is not None:
-            set_world_timeout(world, timeout.total_seconds())
+            world.set_timeout(timeout.total_seconds())
         # The program uses the group itself, as transformers' Trainer does.
         if "backend" in options and world.world_size > 1:
             world.open_process_group()

@@ -10,13 +10,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from syncprims._world import runtime
-from syncprims._world.world import World
+from syncprims._world.world import RunningWorld, World
 from syncprims.errors import ConfigurationError
 
 from .torch_internals import NAME, dist, find_backing_store, is_rendezvous_replaced
 
 
-def join_group_world(store: Any, rank: int, world_size: int) -> tuple[World, bool]:
+def join_group_world(store: Any, rank: int, world_size: int) -> tuple[RunningWorld, bool]:
     """Return the world of a default process group, and whether it was started for that.
 
     It is the one that runs. If there is none, it is started: by the environment, if that names a
@@ -29,7 +29,9 @@ def join_group_world(store: Any, rank: int, world_size: int) -> tuple[World, boo
     world, started = runtime.find_world(), False
     if world is None:
         started = True
-        world = runtime.current() if runtime.names_backend() else _start(store, rank, world_size)
+        world = (
+            runtime.running_world() if runtime.names_backend() else _start(store, rank, world_size)
+        )
     if (world.rank, world.world_size) != (rank, world_size):
         if started:
             runtime.leave_group_world(world)
@@ -54,7 +56,7 @@ def _keep_server(store: Any) -> None:
         runtime.keep_until_exit((backing.host, backing.port), backing)
 
 
-def _start(store: Any, rank: int, world_size: int) -> World:
+def _start(store: Any, rank: int, world_size: int) -> RunningWorld:
     """Start a world of the ranks that share `store`: at its server, if it has one."""
     turn = (int(store.add("syncprims/joined", 1)) - 1) // world_size  # earlier groups used it, too
     run_id = bytes(store.compare_set(f"syncprims/{turn}", "", uuid.uuid4().hex)).decode()

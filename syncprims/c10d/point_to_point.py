@@ -21,9 +21,9 @@ from torch.futures import Future
 from syncprims._data import LARGE
 from syncprims._data.arrays import raw
 from syncprims._protocol.rounds import PendingRound, Rounds
-from syncprims._world.world import World, background_of, close_rounds, open_rounds, wait_any
+from syncprims._world.world import RunningWorld
 from syncprims.errors import PeerLost, SyncError, dump
-from syncprims.interface import Label, Note
+from syncprims.interface import Awaited, Label, Note
 
 from .tensors import OutputTensors, items_of
 from .torch_internals import BETWEEN, finished_work, make_backend_error
@@ -111,10 +111,12 @@ class Transfer(Work):
 class Channel:
     """One direction and tag between this rank and another one."""
 
-    def __init__(self, world: World, rounds: Rounds, src: int, dst: int, tag: int) -> None:
+    def __init__(self, world: RunningWorld, rounds: Rounds, src: int, dst: int, tag: int) -> None:
         self.rounds = rounds
         self._world = world
-        self._background = background_of(world)
+        self._background = world.background
+        self._promised = 0  # pieces that this rank will post without another call, as room comes
+        self._background.deadlocks.add(rounds.board, lambda: self._promised)
         self._moving = False  # a step is under way
         self._seen = 0  # rounds to which the other rank has posted, at least
         self._src, self._dst, self._tag = src, dst, tag
@@ -140,7 +142,7 @@ class Channel:
     def add(self, transfer: Transfer) -> None:
         """Begin a transfer, as far as there is room."""
         self._queue.append(transfer)
-        self.rounds.promised += transfer.pieces
+        self._promised += transfer.pieces
         self.move()
 
     def close(self, why: Callable[[], SyncError]) -> None:
@@ -155,8 +157,8 @@ class Channel:
                 missing=[rank],
             )
             self.rounds.abort(dump(error))
-        self._background.keep(self, unfinished=False)
-        close_rounds(self._world, self.rounds, why)
+        self._background.drop(self)
+        self._world.close_rounds(self.rounds, why)
 
     # -- going on -------------------------------------------------------------------------------
 
@@ -173,7 +175,8 @@ class Channel:
 
     def give_turn(self) -> None:
         """Let the others go on, where one rank runs at a time."""
-        wait_any(self._world, [self.rounds], self.has_note, 0.0)
+        board = self.rounds.board
+        self._background.wait(self.has_note, board.now(), Awaited("a transfer", [board]))
 
     def move(
         self, timeout: float | None = None, *, collects: bool = False, waits: bool = False
@@ -202,7 +205,10 @@ class Channel:
             make_backend_error(error)
             raise
         finally:
-            self._background.keep(self, unfinished=bool(self._queue))
+            if self._queue:
+                self._background.add(self)
+            else:
+                self._background.drop(self)
             self._moving = False
 
     def _can_post(self) -> bool:
@@ -218,7 +224,7 @@ class Channel:
 
         def post() -> PendingRound:
             note = self._fill(transfer, rounds.board.posted + 1)
-            rounds.promised -= 1
+            self._promised -= 1
             return rounds.post_deferred(note, transfer.piece_timeout)
 
         self._under_way.append((transfer, rounds.atomic_call(label, post)))
@@ -276,7 +282,7 @@ def _note_of(kind: str, what: str, src: int, site: str) -> Note:
 class PointToPoint:
     """The sends and receives of one rank in one process group."""
 
-    def __init__(self, world: World, board: str, ranks: Sequence[int], me: int) -> None:
+    def __init__(self, world: RunningWorld, board: str, ranks: Sequence[int], me: int) -> None:
         self._world = world
         self._board = board
         self._ranks = ranks
@@ -304,7 +310,7 @@ class PointToPoint:
         if channel is None:
             a, b = self._ranks[src], self._ranks[dst]
             name = f"{self._board}: rank {a} to rank {b}, tag {tag}"
-            rounds = open_rounds(self._world, sorted((a, b)), name, BETWEEN)
+            rounds = self._world.open_rounds(sorted((a, b)), name, BETWEEN)
             channel = self._channels[src, dst, tag] = Channel(self._world, rounds, a, b, tag)
         return Transfer(channel, tensor, timeout, src if dst == self._me else None)
 

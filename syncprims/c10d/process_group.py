@@ -16,7 +16,7 @@ from syncprims._data.plane import DataPlane
 from syncprims._data.reduction import combine
 from syncprims._protocol.rounds import RoundSequence
 from syncprims._world.runtime import find_world, leave_group_world
-from syncprims._world.world import World, close_rounds, open_rounds
+from syncprims._world.world import RunningWorld
 from syncprims.errors import RankMismatch, SyncError, WorldClosed, name_ranks
 from syncprims.interface import Mark, Note
 
@@ -117,7 +117,9 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     rank that does not come, raise as any call of this library.
     """
 
-    def __init__(self, world: World, ranks: list[int], options: Any, *, started: bool) -> None:
+    def __init__(
+        self, world: RunningWorld, ranks: list[int], options: Any, *, started: bool
+    ) -> None:
         """Make the group of these world ranks; `world` ends with it if it was `started` for it."""
         super().__init__(options.group_rank, len(ranks))
         self._world, self._started = world, started
@@ -129,7 +131,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._me = options.group_rank
         self._index_of = [members.index(rank) for rank in ranks]  # by group rank: on the board
         self._in_order = self._index_of == list(range(len(ranks)))
-        self._rounds = open_rounds(world, members, f"group {self.group_name}", BETWEEN)
+        self._rounds = world.open_rounds(members, f"group {self.group_name}", BETWEEN)
         board = self._rounds.board.name
         self._point_to_point = PointToPoint(world, board, ranks, options.group_rank)
         self._left = False
@@ -205,7 +207,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._left = True
             why = functools.partial(_destroyed, self.group_name, self._ranks)
             self._point_to_point.close(why)
-            close_rounds(world, rounds, why)
+            world.close_rounds(rounds, why)
         if self._started:
             self._started = False
             leave_group_world(world)
@@ -567,7 +569,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         for i, row in enumerate(sizes):
             for j, other in enumerate(sizes):
                 if row[j] != other[len(members) + i]:
-                    self._rounds.raise_in_step(
+                    self._rounds.raise_shared_error(
                         RankMismatch(
                             f"{note.label}: rank {members[i]} sends {row[j]} bytes to rank "
                             f"{members[j]}, which has room for {other[len(members) + i]}; let the "

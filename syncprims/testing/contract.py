@@ -16,9 +16,8 @@ from typing import Any, Literal
 import syncprims as sp
 from syncprims import errors
 from syncprims._world.registry import load_backend
-from syncprims._world.runtime import current
-from syncprims._world.world import open_rounds, wait_any
-from syncprims.interface import MARKS, Board, Label, Note, Status
+from syncprims._world.runtime import running_world
+from syncprims.interface import MARKS, Awaited, Board, Label, Note, Status
 
 from .faults import Fault, Kill, sleep
 from .probe import unprobe
@@ -32,7 +31,7 @@ def _board() -> Board:
 
     The world no longer records this rank's calls.
     """
-    return unprobe(current().group._rounds.board)  # pyright: ignore[reportPrivateUsage]
+    return unprobe(running_world().group.rounds.board)
 
 
 def _note(name: str = "contract", payload: bytes = b"") -> Note:
@@ -169,10 +168,9 @@ class BackendContract:
     @_on_every_rank
     def test_boards_of_other_names_have_rounds_of_their_own(self) -> None:
         """A group may meet at several boards; what is posted to one is not seen at another."""
-        world, board = current(), _board()
-        named = [
-            open_rounds(world, board.members, name).board for name in ("a", "b", "A/b: \u00e9")
-        ]
+        world, board = running_world(), _board()
+        names = ("a", "b", "A/b: \u00e9")
+        named = [world.open_rounds(board.members, name).board for name in names]
         assert [one.name for one in named] == ["a", "b", "A/b: \u00e9"]
         for one in named:
             one.post(_note(f"at {one.name}"))
@@ -183,11 +181,11 @@ class BackendContract:
 
     @_on_every_rank
     def test_a_rank_can_wait_for_the_first_of_several_notes(self) -> None:
-        """`wait_any` returns when a note is there, or when the time is up."""
+        """A wait beside the rounds ends when a note is there, or when the time is up."""
         self.needs_others()
-        world, rank = current(), sp.get_rank()
+        world, rank = running_world(), sp.get_rank()
         pairs = {
-            other: open_rounds(world, (0, other), "pair")
+            other: world.open_rounds((0, other), "pair")
             for other in range(1, self.ranks)
             if rank in (0, other)
         }
@@ -200,10 +198,17 @@ class BackendContract:
             sp.barrier()
             pairs[rank].meet(_note())
             return
-        assert not wait_any(world, [*pairs.values()], lambda: bool(senders()), 0.01)
+        boards = [rounds.board for rounds in pairs.values()]
+        now = boards[0].now
+
+        def come(seconds: float) -> bool:
+            awaited = Awaited("a wait for any rank", boards)
+            return world.background.wait(lambda: bool(senders()), now() + seconds, awaited)
+
+        assert not come(0.01)
         sp.barrier()
         for _ in pairs:
-            assert wait_any(world, [*pairs.values()], lambda: bool(senders()), _TIME_LIMIT)
+            assert come(_TIME_LIMIT)
             pairs[senders()[0]].meet(_note())
 
     @_on_every_rank
@@ -228,7 +233,7 @@ class BackendContract:
     @_on_every_rank
     def test_what_is_published_can_be_read(self) -> None:
         """All ranks read what a process publishes, unless the backend does not support it."""
-        backend = current()._backend  # pyright: ignore[reportPrivateUsage]
+        backend = running_world().backend
         wanted = [b"waits of %d" % member + b"." * 2000 for member in range(self.ranks)]
         backend.publish("waits", wanted[sp.get_rank()])
         sp.barrier()
@@ -242,7 +247,7 @@ class BackendContract:
     @_on_every_rank
     def test_the_first_decision_holds(self) -> None:
         """Whoever else decides, all ranks have one decision, and a wait for it ends."""
-        backend, rank, now = current()._backend, sp.get_rank(), _board().now  # pyright: ignore[reportPrivateUsage]
+        backend, rank, now = running_world().backend, sp.get_rank(), _board().now
         assert not backend.wait(lambda: bool(backend.decide("contract")), now() + 0.01)
         sp.barrier()
         if rank == self.ranks - 1:

@@ -23,7 +23,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from syncprims import errors
-from syncprims.errors import SyncError, format_ranks
+from syncprims._protocol.rounds import Rounds
+from syncprims.errors import format_ranks
 from syncprims.interface import Board, Label, Note, Topology
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ class _File:
 
 
 class Recorder:
-    """One rank's record of one world, with an observer for each board.
+    """One rank's record of one world, with the rounds of each board.
 
     It is kept in memory until the ranks have met: only then rank 0 names the directory.
     """
@@ -115,18 +116,24 @@ class Recorder:
         self._turning = threading.RLock()
         self._stopped = False
         self._started = time.time_ns(), time.monotonic_ns()
-        self._observers: dict[Board, RoundRecorder] = {}
+        self._rounds: dict[Board, RecordedRounds] = {}
 
     # -- called by the world ------------------------------------------------------------------
 
-    def observe(self, board: Board, rank: int) -> RoundRecorder:
-        """Return what records the rounds of `rank` at `board`."""
-        self._observers[board] = RoundRecorder(self, board, rank)
-        return self._observers[board]
+    @property
+    def rounds_class(self) -> type[Rounds]:
+        """The class of the rounds that it records."""
+        return RecordedRounds
+
+    def begin(self, rounds: Rounds) -> None:
+        """Record these rounds from now on."""
+        assert isinstance(rounds, RecordedRounds)
+        rounds.begin(self)
+        self._rounds[rounds.board] = rounds
 
     def release(self, board: Board) -> None:
-        """End the observer of `board`, whose last round is over."""
-        self._observers.pop(board).end()
+        """End the record of `board`, whose last round is over."""
+        self._rounds.pop(board).end()
 
     def open(self, run: str | None) -> None:
         """Continue in the file of `run`, or of a start that has failed."""
@@ -148,7 +155,7 @@ class Recorder:
 
     def leave(self, error: BaseException | None) -> None:
         """End the record: this rank leaves its world, because of `error` if that is given."""
-        self.close(error, max(observer.end() for observer in self._observers.values()))
+        self.close(error, max(rounds.end() for rounds in self._rounds.values()))
 
     def close(self, error: BaseException | None, now: int) -> None:
         """End the record, at this time."""
@@ -249,81 +256,87 @@ def _safe(run_id: str) -> str:
     return name
 
 
-class RoundRecorder:
-    """Records the rounds of one rank at one board, each when it is over."""
+class RecordedRounds(Rounds):
+    """The rounds of one rank at one board, of which each is recorded when it is over."""
 
-    def __init__(self, recorder: Recorder, board: Board, rank: int) -> None:
-        self._board = board
-        self._rank = rank
+    def begin(self, recorder: Recorder) -> None:
+        """Record into `recorder` from now on."""
+        board = self.board
+        self.observed = True
         group = f"{format_ranks(board.members)} {board.name}".rstrip()
         self._write = partial(recorder.record, group)
         self._open: dict[int, tuple[Label, int]] = {}  # rounds that are posted and not collected
         self._failed: dict[int, str] = {}  # of these: the error that this rank reports in it
         self._last: tuple[Label, int, int, int, int] | None = None  # the last round that is over
-        self._since: int | None = None  # when the wait for a round began, if not when it was posted
         self._now: Callable[[], int] = time.monotonic_ns
         if board.virtual_time:
             recorder.virtual = True
             self._now = lambda: int(board.now() * 1e9)
 
-    def watch_meet(self, meet: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `meet` that records its round.
+    def meet(
+        self,
+        note: Note,
+        timeout: float | None = None,
+        read: Callable[[Sequence[Note]], Any] | None = None,
+        write: Callable[[], object] | None = None,
+    ) -> Any:
+        """As :meth:`Rounds.meet`.
 
         The round is recorded as a part of the call: an exception in between breaks the group.
         """
+        number, label, begin = self.board.posted + 1, note[0], self._now()
+        self._open[number] = label, begin
 
-        def watched(
-            note: Note,
-            timeout: float | None = None,
-            read: Callable[[Sequence[Note]], Any] | None = None,
-            write: Callable[[], object] | None = None,
-        ) -> Any:
-            number, label, begin = self._board.posted + 1, note[0], self._now()
-            self._open[number] = label, begin
+        def record(notes: Sequence[Note]) -> Any:
+            self._record(label, begin, begin, self._now(), number)
+            return notes if read is None else read(notes)
 
-            def record(notes: Sequence[Note]) -> Any:
-                self._record(label, begin, begin, self._now(), number)
-                return notes if read is None else read(notes)
+        try:
+            return super().meet(note, timeout, record, write)
+        finally:
+            self._open.pop(number, None)
 
-            try:
-                return meet(note, timeout, record, write)
-            finally:
-                self._open.pop(number, None)
-
-        return watched
-
-    def posting(self, note: Note) -> None:
-        """Remember when a note is posted."""
-        number = self._board.posted + 1
+    def post(self, note: Note, timeout: float | None) -> None:
+        """As :meth:`Rounds.post`; remember when."""
+        self.make_room(timeout)
+        number = self.board.posted + 1
         if note[3]:
-            failure = errors.load(note.failure).failures.get(self._rank)
+            failure = errors.load(note.failure).failures.get(self.rank)
             self._failed[number] = failure.type if failure is not None else "failed"
         self._open[number] = note[0], self._now()
+        super().post(note, timeout)
 
-    def collecting(self, *, late: bool) -> None:
-        """Remember since when this rank waits for the oldest round."""
-        self._since = self._now() if late else None
-
-    def collected(self, error: SyncError | None) -> None:
-        """Record a round."""
-        number, since = self._board.collected, self._since
+    def collect(self, timeout: float | None) -> Sequence[Note]:
+        """As :meth:`Rounds.collect`; the round is recorded."""
+        number = self.board.collected + 1
+        is_deferred = number in self._pending
+        late = bool(self._pending) or number < self.board.posted
+        since = self._now() if late else None
+        notes = super().collect(timeout)
         if number in self._open:
+            error = self._shared_failure(notes) if is_deferred else None
             label, posted = self._open[number]
             outcome = self._failed.pop(number, "" if error is None else type(error).__name__)
             begin = posted if since is None else since
             self._record(label, posted, begin, self._now(), number, outcome)
+        return notes
 
-    def watch_wait(
-        self, attempt: Callable[[float], T | None], begin: float
-    ) -> Callable[[float], T | None]:
-        """Return an `attempt` that records for which ranks this one waits, and until when.
+    def wait(
+        self,
+        attempt: Callable[[float], T | None],
+        timeout: float | None,
+        begin: float,
+        *,
+        obstacle: Callable[[], str | None] | None = None,
+    ) -> T:
+        """As :meth:`Rounds.wait`; record for which ranks this one waits, and until when.
 
         So a trace says who made others wait in a round that never completes, also if this rank is
         killed meanwhile.
         """
-        board, number = self._board, self._board.collected + 1
-        if board.virtual_time or number not in self._open:
-            return attempt
+        board, number = self.board, self.board.collected + 1
+        if obstacle is not None or board.virtual_time or number not in self._open:
+            return super().wait(attempt, timeout, begin, obstacle=obstacle)
         label, since = self._open[number][0], self._now() - int((board.now() - begin) * 1e9)
         self._write(label, since, since, 0, number, "", WAITING)
         again = since + _LONG_WAIT * 1e9
@@ -339,20 +352,25 @@ class RoundRecorder:
                 self._write(label, since, since, now, number, late, WAITING)
             return result
 
-        return watched
+        return super().wait(watched, timeout, begin)
 
-    def call_failed(self, error: BaseException, before: int) -> None:
+    def _end_call(self, token: object, error: BaseException, before: int, collected: int) -> None:
         """Record the rounds that a call leaves behind when it raises, and with what."""
+        if before >= 0:
+            self._record_failed(error, before)
+        super()._end_call(token, error, before, collected)
+
+    def _record_failed(self, error: BaseException, before: int) -> None:
         first, now, failed = before + 1, self._now(), type(error).__name__
         left = [number for number in self._open if number >= first]
         for number in left:
             label, posted = self._open[number]
             outcome = self._failed.pop(number, failed)
-            if number <= self._board.posted:
+            if number <= self.board.posted:
                 self._record(label, posted, posted, now, number, outcome)
             else:  # it was about to be posted
                 del self._open[number]
-        number = self._board.collected
+        number = self.board.collected
         if not left and self._last is not None and self._last[-1] == number >= first:
             self._record(*self._last, failed)  # it was complete; now the call's outcome is known
 

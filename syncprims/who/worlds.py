@@ -175,15 +175,13 @@ class WorldReader:
         if len(here) < len(members):
             number = max(wait.number for wait in waits.values()) if waits else front
             report = self._report(name.removesuffix("-here"), len(here), number)
-            come = {r for host in report.get("come", ()) for r in _ranks(world.hosts[int(host)][1])}
+            come = {r for host in report.come for r in _ranks(world.hosts[host][1])}
             for rank in members:
                 if rank not in statuses:
                     # This rank waits for the round: so all have come to the one before.
                     rounds = number if rank in come else max(0, number - 1)
                     label = _label_at(cells, 0, rounds)
-                    if str(rank) in report.get("seen", {}):
-                        rounds, text = report["seen"][str(rank)]
-                        label = None if text is None else Label.decode(text.encode("latin-1"))
+                    rounds, label = report.last_seen(rank) or (rounds, label)
                     statuses[rank] = Status(rounds, label, "alive")
         complete = min(status.rounds for status in statuses.values())
         return BoardView(tuple(members), statuses, waits, _last_barrier(cells, complete))
@@ -201,7 +199,7 @@ class WorldReader:
             raise ValueError("its cells have been cut off")
         return cells
 
-    def _report(self, name: str, count: int, number: int) -> dict[str, Any]:
+    def _report(self, name: str, count: int, number: int) -> description.HostReport:
         """Return what this host knows of the others that it waits for in this round."""
         # Only such a backend has several hosts.
         host_state: Any = import_module("syncprims.backends.torch.host_state")
@@ -209,10 +207,10 @@ class WorldReader:
             with self._opened(name + host_state.OF_HOST) as fd:
                 if memory.read_header(fd)[0] == host_state.MAGIC:
                     of, report = host_state.read_report(_copy(fd, os.fstat(fd).st_size), count)
-                    return dict(report) if of == number else {}
+                    return report if of == number else description.NO_REPORT
         except FileNotFoundError:
             pass
-        return {}
+        return description.NO_REPORT
 
     # -- files ----------------------------------------------------------------------------------
 

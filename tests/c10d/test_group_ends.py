@@ -90,7 +90,7 @@ def test_a_world_of_threads_holds_no_board_of_a_destroyed_group() -> None:
         for _ in range(20):
             use_and_destroy(dist.get_rank(), [0, 1])
         dist.barrier()
-        held = len(world._backend._world.boards) + len(world._named)
+        held = len(world.backend._world.boards) + len(world._named)
         dist.barrier()
         dist.destroy_process_group()
         return held

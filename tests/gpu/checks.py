@@ -25,6 +25,7 @@ from rig import Skip, about_machine, check, interleave, note
 from torch import nn
 
 import syncprims as sp
+from syncprims._world.runtime import running_world
 from syncprims.training import (
     Accumulator,
     Precision,
@@ -389,7 +390,7 @@ def open_group(backend: str | None = None) -> None:
     elif size > 1:
         sp.current().open_process_group()
     else:  # what the public call does with more ranks: so NCCL can be tried on one device
-        sp.current()._backend.open_process_group()
+        running_world().backend.open_process_group()
 
 
 @check("file-2", "file-1")
@@ -429,7 +430,7 @@ def reform_aborts_the_group_of_the_world() -> None:
         if sp.get_world_size() > 1:
             sp.reform()
         else:
-            sp.current()._backend.abort_process_group()
+            running_world().backend.abort_process_group()
             assert values(late(2.0)) == [2.0]
             break
         assert not dist.is_initialized()
@@ -439,7 +440,7 @@ def reform_aborts_the_group_of_the_world() -> None:
 def the_engine_of_devices_carries_tensors_on_the_current_stream() -> None:
     engines: Any = import_module("syncprims.backends.torch.engines")
 
-    engine = engines.NcclEngine([0], 1, sp.current()._backend.open_process_group)
+    engine = engines.NcclEngine([0], 1, running_world().backend.open_process_group)
     for dtype in engine._DTYPES:
         with side_stream():
             one = late(2.0, 30_000).to(dtype)
@@ -465,7 +466,7 @@ def nothing_warns_when_a_program_of_nccl_ends() -> None:
         kind = "nccl" if on_gpu() else "gloo"
         text = (
             "import torch, syncprims as sp, torch.distributed as dist\n"
-            f"sp.init({kind!r})._backend.open_process_group()\n"
+            f"sp.init({kind!r}).backend.open_process_group()\n"
             f"w = torch.ones(9, device={'cuda' if on_gpu() else 'cpu'!r})\n"
             f"dist.all_reduce(w)\nsp.all_reduce(w)\n{ending}\n"
         )

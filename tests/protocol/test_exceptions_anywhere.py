@@ -110,7 +110,7 @@ class Injector:
 
     def __call__(self, call: Callable[[], Any]) -> Any:
         """Return ``call()``, and raise within it only."""
-        self._rounds = sp.current().group._rounds  # pyright: ignore[reportPrivateUsage]
+        self._rounds = sp.current().group.rounds
         self._posted = self._rounds.board.posted
         sys.setprofile(self._profile)
         sys.settrace(self._trace)

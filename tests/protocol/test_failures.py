@@ -376,7 +376,7 @@ def test_a_call_in_a_signal_handler_breaks_the_group(world: Ranks, tmp_path: Pat
 
     def program() -> Any:
         sp.barrier()
-        board: Any = sp.current().group._rounds.board
+        board: Any = sp.current().group.rounds.board
 
         def handle(*_: object) -> None:
             with pytest.MonkeyPatch.context() as patch:

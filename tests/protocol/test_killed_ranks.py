@@ -18,11 +18,11 @@ from support.rank_worlds import Died, Kind, Ranks, Signs, await_end
 
 import syncprims as sp
 
-# A kill in the middle of a start: it is put into a function of the start.
-from syncprims._world import runtime
-
 # The backend is imported before the ranks are forked.
 from syncprims._world.registry import load_backend
+
+# A kill in the middle of a start: it is put into a function of the start.
+from syncprims._world.world import RunningWorld
 
 VICTIM, LATE = 1, 2
 
@@ -206,9 +206,9 @@ def test_a_rank_killed_after_joining_is_reported_to_those_that_joined(
                 kill_me()
 
             companion(leash[0])
-            replaced: Any = runtime
-            assert replaced.join_world
-            replaced.join_world = die
+            replaced: Any = RunningWorld
+            assert replaced.join
+            replaced.join = die
         if rank == LATE:
             return None
         with contextlib.suppress(TimeoutError), pytest.raises(sp.PeerLost) as caught:

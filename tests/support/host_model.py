@@ -277,10 +277,10 @@ class Reforms(Model):
             rank=members.index(number),
             epoch=host.passed,
             decided=_membership.Epoch(host.passed, len(ranks), ranks),
-            group=SimpleNamespace(_rounds=SimpleNamespace(board=board)),
+            group=SimpleNamespace(rounds=SimpleNamespace(board=board)),
             settings=SimpleNamespace(warn_after=math.inf, agent_store=False),
-            _backend=backend,
-            _rounds_before=0,
+            backend=backend,
+            rounds_completed=lambda: 0,
         )
         deadline = 0.0 if len(host.task) > 1 else math.inf
         terms = _membership._Terms("reform()", 1, 0.0, deadline)

@@ -147,11 +147,11 @@ class Remains:
                 found.append(cls._look(directory))
                 raise KeyboardInterrupt  # all files are recorded
 
-            import syncprims._world.runtime
+            from syncprims._world.world import RunningWorld
 
-            runtime: Any = syncprims._world.runtime
-            assert runtime.join_world
-            runtime.join_world = look
+            replaced: Any = RunningWorld
+            assert replaced.join
+            replaced.join = look
             with contextlib.suppress(KeyboardInterrupt):
                 sp.init()
             return found[0]

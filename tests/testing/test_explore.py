@@ -220,7 +220,7 @@ def test_a_rank_sleeps_in_the_worlds_time() -> None:
     def program() -> float:
         sleep(100.0 * sp.get_rank())
         sp.barrier()
-        board: Any = sp.current().group._rounds.board
+        board: Any = sp.current().group.rounds.board
         return float(board.now())
 
     assert run_world(program, 3) == [200.0] * 3

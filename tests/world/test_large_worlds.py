@@ -82,7 +82,7 @@ def test_deadlocks_of_large_groups(seats: list[Any], monkeypatch: pytest.MonkeyP
         known.add(wait)
         known.add(other)
     calls = [f"barrier 'of {len(wait.members)}' (train.py:41)" for wait in waits]
-    assert here.search(waits[0], calls[0], [2]) is None  # no other rank has published where it waits
+    assert here.search(waits[0], calls[0], [2]) is None  # the other has published no wait
     assert there.search(waits[1], calls[1], [0]) is None  # it takes two looks
     found = there.search(waits[1], calls[1], [0])
     assert isinstance(found, sp.CollectiveMismatch)

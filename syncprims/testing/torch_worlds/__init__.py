@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import pickle
 import tempfile
@@ -26,13 +27,12 @@ from syncprims._data.arrays import raw
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims._system.host import free_port
 from syncprims._system.locks import locked
-from syncprims._world.group import rounds_of
-from syncprims._world.runtime import current
-from syncprims._world.world import World, wait_any
+from syncprims._world.runtime import current, running_world
+from syncprims._world.world import RunningWorld
 from syncprims.c10d import serve_every_backend, torch_internals
 from syncprims.c10d.tensors import items_of
 from syncprims.c10d.torch_internals import dist
-from syncprims.interface import Board, Label
+from syncprims.interface import Awaited, Board, Label
 from syncprims.testing.faults import current_target
 from syncprims.testing.orders import Mode
 
@@ -66,7 +66,7 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
     error if no rank can ever set the key.
     """
 
-    def __init__(self, path: Path, world: World, number: int) -> None:
+    def __init__(self, path: Path, world: RunningWorld, number: int) -> None:
         """Use the file at `path`; `number` distinguishes the keys from those of earlier stores."""
         super().__init__()
         self._path = path
@@ -82,7 +82,8 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
     @contextlib.contextmanager
     def _turn(self, mode: Mode, *keys: str) -> Generator[dict[str, bytes]]:
         """Give up the turn, then return the values, of which these keys are read or written."""
-        wait_any(self._world, [rounds_of(self._world.group)], lambda: True, 0.0)
+        board = self._world.group.rounds.board
+        self._world.background.wait(lambda: True, board.now(), Awaited("a store", [board]))
         self._access(mode, *keys)
         with self._values() as values:
             yield values
@@ -169,7 +170,7 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
         :raises CollectiveMismatch: if all ranks wait for each other.
         :raises torch.distributed.DistStoreError: after `timeout`, as from other stores.
         """
-        rounds = rounds_of(self._world.group)
+        rounds = self._world.group.rounds
         label = rounds.note(f"store.{call}", ", ".join(keys)).label
         rank, board = self._world.rank, rounds.board
         begin = board.now()
@@ -189,7 +190,8 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
             if all(key in values for key in keys):
                 return [values[key] for key in keys]
         seconds = None if timeout is None else timeout.total_seconds()
-        wait_any(self._world, [rounds], came, seconds, str(label))
+        until = math.inf if seconds is None else begin + seconds
+        self._world.background.wait(came, until, Awaited(str(label), [board]))
         self._access("read", *keys)
         if len(found) == len(keys):
             return found
@@ -240,7 +242,7 @@ class _Rendezvous:
 
         :raises ValueError: if the program says other numbers.
         """
-        world = current()
+        world = running_world()
         for given, number, what in (
             (rank, world.rank, "rank"),
             (world_size, world.world_size, "world_size"),

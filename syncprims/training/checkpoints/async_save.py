@@ -18,9 +18,8 @@ from concurrent.futures import Future, wait
 import torch
 
 from syncprims import CheckpointError, current
-from syncprims._world.group import Group, rounds_of
-from syncprims._world.runtime import get_active_group
-from syncprims._world.world import open_rounds
+from syncprims._world.group import Group
+from syncprims._world.runtime import get_active_group, running_world
 
 from . import filesystem
 from .commit import Save
@@ -88,7 +87,7 @@ class Saving:
         current().extras[_KEY] = self
         # First: a signal handler may raise in `start`, and the thread runs on.
         self.begun = True
-        if rounds_of(self._group).board.virtual_time:
+        if self._group.rounds.board.virtual_time:
             self._run()
         else:
             self._thread.start()
@@ -138,11 +137,11 @@ class Saving:
 
 def _group_of_threads() -> Group:
     """Return the active group's ranks, as a group in which only their threads meet."""
-    world, active = current(), get_active_group()
+    world, active = running_world(), get_active_group()
     groups: dict[tuple[int, tuple[int, ...]], Group] = world.extras.setdefault(_GROUPS, {})
     key = world.epoch, active.ranks
     if key not in groups:
-        rounds = open_rounds(world, active.ranks, "saves in the background")
+        rounds = world.open_rounds(active.ranks, "saves in the background")
         groups[key] = Group(active.ranks, world.rank, rounds, None)
     return groups[key]
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncprims import current
-from syncprims._world.world import get_own_group
+from syncprims._world.runtime import running_world
 from syncprims.training.preparation import unwrap_model
 
 from . import commit, filesystem
@@ -164,7 +163,7 @@ def save_object(obj: object, path: str | os.PathLike[str], *, safe: bool) -> Non
     :raises TypeError: if `path` is neither a str nor a path.
     """
     target = filesystem.absolute(filesystem.path_of(path, "f", "a str, a path or an opened file"))
-    with get_own_group(current()):
+    with running_world().own_group():
         coordinate(f"save to {target}", lambda: _write_object(obj, target, safe))
 
 

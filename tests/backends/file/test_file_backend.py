@@ -366,7 +366,7 @@ def test_a_late_rank_is_noticed_soon_after_a_long_wait(meeting_place: Path) -> N
         moments: list[float] = []
         sp.barrier()
         if sp.is_main():
-            board = sp.current().group._rounds.board
+            board = sp.current().group.rounds.board
             board.now = lambda: 1000 * time.monotonic()  # type: ignore[method-assign]
         for _ in range(5):
             if not sp.is_main():

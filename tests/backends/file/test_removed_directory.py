@@ -127,7 +127,7 @@ def test_what_needs_a_new_file_says_what_has_happened(what: str, meeting_place: 
 def test_an_object_that_is_removed_on_its_way_is_an_error(meeting_place: Path) -> None:
     def program() -> Any:
         if sp.get_rank() == 0:
-            board: Any = sp.current().group._rounds.board
+            board: Any = sp.current().group.rounds.board
             spill = board._spill
 
             def spill_and_remove(number: int, content: bytes) -> None:

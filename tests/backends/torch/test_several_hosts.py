@@ -22,7 +22,6 @@ started = pytest.mark.parametrize("agents", [False, soak(True)], ids=["forked", 
 _TOUR = """
 import torch
 # `local=True` uses this group, and no public call returns it.
-from syncprims._world.world import get_node_group
 
 seen = {}
 barrier("begin")
@@ -42,13 +41,13 @@ if get_node_rank() > 0:  # what is local waits for no other host
 with main_first(local=True):
     report(f"node-{get_node_rank()}")
     seen["local"] = (folder / f"node-{get_node_rank()}-{rank - get_local_rank()}").exists()
-get_node_group(current()).barrier()
+current().node_group().barrier()
 report("local")
 trigger = Trigger("stop")
 if rank == 2:
     trigger.set("enough")
 seen["trigger"] = trigger.check(), trigger.ranks, trigger.reason
-seen["board"] = type(current().group._rounds.board).__name__
+seen["board"] = type(current().group.rounds.board).__name__
 report("end", json.dumps(seen))
 """
 
@@ -91,7 +90,7 @@ for turn in range(2):
     sent.wait()
     objects = [None] * 4
     dist.all_gather_object(objects, {"rank": rank})
-    board = type(current().group._rounds.board).__name__
+    board = type(current().group.rounds.board).__name__
     seen.append([total.unique().tolist(), room.unique().tolist(), objects, board])
     dist.destroy_process_group()
 report("end", json.dumps(seen))
