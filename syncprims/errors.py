@@ -248,7 +248,7 @@ class SharedMemoryError(SyncError, OSError):
     """
 
 
-#: Errors after which ranks are no longer in step: such an error is a consequence, not a cause.
+#: Errors after which a group is torn: such an error is a consequence, not a cause.
 TORN = (CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed)
 
 

@@ -1,12 +1,12 @@
 """Ranks of one host that meet through files: no server, no port, no torch.
 
 Joining. Ranks find each other in a directory named after the run. Each directory in it is one
-*world*, with a liveness slot per rank. A rank joins the newest world if it never was in it and all
-that have joined it live. Otherwise that world is over, and the rank creates a new one. All of this
-happens under one lock, held for milliseconds.
+*world*, with a liveness entry per process. A rank joins the newest world if it never was in it and
+all that have joined it live. Otherwise that world is over, and the rank creates a new one. All of
+this happens under one lock, held for milliseconds.
 
 Leaving. The last rank of a world removes its directory, and the last of a run that of the run. What
-a killed world left behind is removed by the next one: the locks of its slots are provably free.
+a killed world left behind is removed by the next one: the locks of its processes are provably free.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .private_dir import PrivateDirectory, base_path, cure_for
 _PREFIX, _LOCK = "syncprims-", ".lock"  # of our files in a directory that may hold others
 _LOCK_TIMEOUT = 30.0  # seconds; the lock is held for milliseconds
 _LOCK_PAUSE = 0.002  # seconds between two attempts
-_SLOT_TIMEOUT = 5.0  # seconds for the last process of this rank to end
+_ENTRY_TIMEOUT = 5.0  # seconds for the last process of this rank to end
 
 
 class FileBackend(Backend):
@@ -82,7 +82,7 @@ class FileBackend(Backend):
             except BaseException:
                 self._base.close()
                 raise
-        self.process = self.liveness.slot
+        self.process = self.liveness.process
         self._next = self.capacity = self.liveness.world_size  # the first that may wait to join
 
     @classmethod
@@ -115,8 +115,8 @@ class FileBackend(Backend):
 
     def board(self, members: Sequence[int], name: str = "") -> SharedMemoryBoard:
         """Return the board of `members`, creating it if this is the first of them."""
-        slots = [self.members[rank] for rank in members]
-        return self.open_board(members, name, slots, members)
+        processes = [self.members[rank] for rank in members]
+        return self.open_board(members, name, processes, members)
 
     def close_board(self, board: Board) -> None:
         """Unmap the board; the last member that does it removes its files."""
@@ -144,9 +144,9 @@ class FileBackend(Backend):
                     directory.remove(name)
 
     def open_board(
-        self, members: Sequence[int], name: str, slots: Sequence[int], everywhere: Sequence[int]
+        self, members: Sequence[int], name: str, processes: Sequence[int], everywhere: Sequence[int]
     ) -> SharedMemoryBoard:
-        """Return the board `name` of members whose liveness slots are `slots`.
+        """Return the board `name` of members that are these `processes`.
 
         They are this host's part of those that are members `everywhere`.
         """
@@ -154,7 +154,7 @@ class FileBackend(Backend):
         file = self.file_of(everywhere, name)
         file += "-here" if len(members) < len(everywhere) else ""
         with self.locked_directory() as directory:
-            board = SharedMemoryBoard(file, members, self.liveness, slots, name)
+            board = SharedMemoryBoard(file, members, self.liveness, processes, name)
             describe(directory, file + OF_BOARD, description)
         self._boards.append(board)
         return board
@@ -209,7 +209,7 @@ class FileBackend(Backend):
         return self.liveness.read(process, topic)
 
     def _wake(self) -> None:
-        for process in range(self.liveness.count_slots()):
+        for process in range(self.liveness.count_processes()):
             if process != self.process and self.liveness.peek(process) == "alive":
                 self.liveness.doorbell.wake(process)
 
@@ -234,7 +234,9 @@ class FileBackend(Backend):
         """Return the processes that wait to join."""
         if not self.settings.elastic:
             return []
-        found = [p for p in range(self._next, self.liveness.count_slots()) if p not in self.members]
+        found = [
+            p for p in range(self._next, self.liveness.count_processes()) if p not in self.members
+        ]
         living = [process for process in found if self.state(process) == "alive"]
         if found and not living:
             self._next = found[-1] + 1
@@ -257,7 +259,7 @@ class FileBackend(Backend):
             size = topology.world_size
             ranks = errors.format_ranks(range(size))
             description = self._description._replace(world_size=size, ranks=ranks)
-        self._description = description._replace(slots=self.members)
+        self._description = description._replace(processes=self.members)
         if topology.rank == 0:  # what it cannot remove now goes with the world
             with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:
                 ours = board_prefix(epoch)
@@ -268,7 +270,7 @@ class FileBackend(Backend):
                 describe(directory, DESCRIPTION, self._description)
 
     def abandon(self) -> None:
-        """Close slot and boards in a forked child."""
+        """Release entry and boards in a forked child."""
         self._close_files()
         self._base.close()
 
@@ -294,7 +296,7 @@ class FileBackend(Backend):
 
     def _join(self) -> None:
         timeout = min(_LOCK_TIMEOUT, self.settings.join_timeout)
-        deadline = time.monotonic() + min(_SLOT_TIMEOUT, self.settings.join_timeout)
+        deadline = time.monotonic() + min(_ENTRY_TIMEOUT, self.settings.join_timeout)
         while True:
             with _locked(self._base, self._run_path.name, timeout, probe=True) as run:
                 try:
@@ -335,9 +337,9 @@ class FileBackend(Backend):
                 raise error
             describe(directory, DESCRIPTION, self._description)
             replaces = top.rank == UNKNOWN or top.rank in joined(directory)
-            slot = None if replaces else top.rank
+            process = None if replaces else top.rank
             elastic = self.settings.elastic
-            self.liveness = Liveness(directory, slot, top.world_size, elastic=elastic)
+            self.liveness = Liveness(directory, process, top.world_size, elastic=elastic)
         except BaseException:
             directory.close()
             raise

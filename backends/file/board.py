@@ -51,25 +51,30 @@ _WIDTH = WORD.size
 
 
 class SharedMemoryBoard(Board):
-    """The board of `members` in a file, seen from the one whose slot `liveness` holds."""
+    """The board of `members` in a file, seen from the one whose entry `liveness` holds."""
 
     seen_outside = True
 
     def __init__(
-        self, file: str, members: Sequence[int], liveness: Liveness, slots: Sequence[int], name: str
+        self,
+        file: str,
+        members: Sequence[int],
+        liveness: Liveness,
+        processes: Sequence[int],
+        name: str,
     ) -> None:
         """Open the board, creating it if this is the first member; under the run's lock.
 
-        `slots` are the members' liveness slots. On one host of several, these count from zero.
+        `processes` are the members' process numbers. On one host of several, these count from zero.
         """
         super().__init__(members, name)
-        self.slots = tuple(slots)
+        self.processes = tuple(processes)
         self._file = file
         self._liveness = liveness
         self._doorbell = liveness.doorbell
         self._spin_policy = _SpinPolicy()
         self._window: Window | None = None
-        self._index = self.slots.index(liveness.slot)
+        self._index = self.processes.index(liveness.process)
         self.rank = self.members[self._index]  #: this one
         self._waiting_for, self._waiting_since = 0, 0.0  # the round, and since when
         self._mine = [(Note(Label("?")), b"")] * CELLS  # own latest notes, and their words
@@ -134,9 +139,9 @@ class SharedMemoryBoard(Board):
 
     def wake(self) -> None:
         """Wake each member that sleeps."""
-        for slot, asleep in zip(self.slots, self._memory[self._asleep], strict=True):
+        for process, asleep in zip(self.processes, self._memory[self._asleep], strict=True):
             if asleep:
-                self._doorbell.wake(slot)
+                self._doorbell.wake(process)
 
     def _write_content(self, number: int, note: Note) -> tuple[int, int]:
         """Write a body that has more than a label; return its flags and its check."""
@@ -276,13 +281,17 @@ class SharedMemoryBoard(Board):
 
     def is_in_vain(self, number: int) -> bool:
         """Return whether a member is lost or has failed, or an absent one has finished."""
-        ended = self._liveness.ended(self.slots)
+        ended = self._liveness.ended(self.processes)
         # The last notes may have arrived just before their writers ended.
         if not ended or self.notes(number) is not None:
             return False
         words = WORD.iter_unpack(self._memory[self._rows[number % CELLS]])
-        absent = {slot for slot, word in zip(self.slots, words, strict=True) if word[0] != number}
-        return any(ends_round(state, slot in absent) for slot, state in ended)
+        absent = {
+            process
+            for process, word in zip(self.processes, words, strict=True)
+            if word[0] != number
+        }
+        return any(ends_round(state, process in absent) for process, state in ended)
 
     def notes(self, number: int) -> tuple[Note, ...] | None:
         """Return the notes of round `number`, or None while one is missing or not whole."""
@@ -369,10 +378,10 @@ class SharedMemoryBoard(Board):
     # -- status and abort -------------------------------------------------------------------------
 
     def status(self, rank: int) -> Status:
-        """Return what is known of `rank`: its rounds from its cells, its state from its slot."""
+        """Return what is known of `rank`: its rounds from its cells, its state from its entry."""
         index = self.members.index(rank)
         # The state first: then everything that it posted before its end is visible.
-        state = self._liveness.state(self.slots[index])
+        state = self._liveness.state(self.processes[index])
         word = self._cells.last_word(index)
         number, _, _ = WORD.unpack(word)
         body = self._cells.read_body(number % CELLS, index, word) if number else None

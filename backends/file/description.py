@@ -26,9 +26,9 @@ class WorldDescription(NamedTuple):
     run_id: str
     backend: str
     world_size: int
-    ranks: str  #: of this host, by liveness slot
+    ranks: str  #: of this host, by process number
     hosts: Sequence[Sequence[str]] = ()  #: name and ranks of each, if there are several
-    slots: Sequence[int] = ()  #: of the ranks of this host, if they are not the first ones
+    processes: Sequence[int] = ()  #: of the ranks of this host, if they are not the first ones
     #: If there are several hosts, where the ranks publish their :class:`RankDescription`: host,
     #: port and prefix of the store, what a key begins with, and the seconds between two of them.
     store: Sequence[Any] = ()

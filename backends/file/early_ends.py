@@ -1,8 +1,8 @@
 """Records of ranks whose process ended, for the ranks that wait for them to join.
 
-A rank that has joined a world has a slot there, which shows how it ends. In a world that it has not
-joined, only its launcher knows the rank: `syncprims run` records the end of each rank. For that, a
-rank under `syncprims run` records that it has joined: its world may be removed before it ends.
+A rank that has joined a world has a liveness entry there, which shows how it ends. In a world that
+it has not joined, only its launcher knows the rank: `syncprims run` records the end of each rank.
+So a rank under `syncprims run` records that it has joined: its world may be gone before it ends.
 
 Under another launcher, a rank that ends without a world records that itself. A reader has to check
 such a record, since a run id may be used again, and since any program that a rank starts inherits

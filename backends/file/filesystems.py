@@ -1,7 +1,7 @@
 """Refuse file systems whose locks do not hold for other clients, before any rank relies on one.
 
 If each client keeps its locks to itself, ranks of two hosts, or of a host and a container, can take
-the same slot. Such file systems are known by their type, where the system shows it (on Linux). On
+the same entry. Such file systems are known by their type, where the system shows it (on Linux). On
 all systems, a lock that is held must be refused to a second opening of the same file.
 """
 
@@ -18,7 +18,7 @@ from .private_dir import PrivateDirectory
 
 _CURE = "set SYNCPRIMS_DIR to a directory on a local file system"
 
-#: Types of file systems on which another host need not see a lock, or a change of a mapped file.
+#: File systems on which a lock or a mapping need not be seen by other hosts.
 _REMOTE = """
     9p acfs afs auristorfs beegfs beegfs_nodev ceph cifs coda dvs fhgfs gfs gfs2 gpfs kafs lustre
     lustre_lite mfs mmfs ncpfs nfs nfs4 ocfs2 orangefs panfs prl_fs pvfs2 quobyte smb3 smbfs vboxsf
@@ -53,7 +53,7 @@ def is_remote(kind: str) -> bool:
 
 
 def refuse_remote(path: Path, fd: int) -> None:
-    """Refuse the open directory `path` where other hosts need not see a lock.
+    """Refuse the open directory `path` where other hosts need not see its locks.
 
     :raises BackendUnavailable: naming the type and the mount point.
     """

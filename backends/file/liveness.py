@@ -1,4 +1,4 @@
-"""Which ranks of a world live: one slot per rank, with its proof of life and what it publishes.
+"""Which processes of a world live: an entry for each, with its proof of life and what it publishes.
 
 Each rank holds a lock for as long as it lives. The kernel frees the lock when the process ends,
 however it ends. So nothing has to be touched while all is well, and no rank is ever declared dead
@@ -43,16 +43,16 @@ FILE = "liveness"
 MAGIC = b"syncprims liveness 5"
 _HEADER_SIZE = 4096
 _ENTRY = struct.Struct("<BxxxIQQ")  # state, pid, start, pid namespace
-#: What a rank publishes in its slot, beside its state: where it begins, and how long it may be.
+#: What a process publishes in its entry, beside its state: where it begins, and how long it may be.
 _PLACES: dict[Topic | Literal["failure"], tuple[int, int]] = {
     "waits": (64, 4096 - 64),
     "failure": (4096, 48 * 1024),
     "reform": (52 * 1024, 256),
     "activity": (53 * 1024, 512),
 }
-_SLOT_SIZE = 56 * 1024
-_TAKEN_AT = 64  # in the header: how many slots processes have taken that joined later
-_SPARE = 64  # slots for them
+_ENTRY_SIZE = 56 * 1024
+_TAKEN_AT = 64  # in the header: how many entries processes have taken that joined later
+_SPARE = 64  # entries for them
 _EMPTY, _ALIVE, _FINISHED, _FAILED = range(4)
 _STATES: dict[int, State] = {_ALIVE: "alive", _FINISHED: "finished", _FAILED: "failed"}
 _EXIT_GRACE = 5.0  # seconds to learn the exit code of a rank that published a normal end
@@ -64,15 +64,15 @@ _LOCK_EVERY = 2.0
 
 
 class Liveness:
-    """The slots of one world, as one of its ranks uses them. Made under the run's lock."""
+    """The entries of one world's processes, as one of them uses them. Made under the run's lock."""
 
     def __init__(
         self, directory: PrivateDirectory, rank: int | None, world_size: int, *, elastic: bool
     ) -> None:
-        """Take the slot of `rank`; with None a new one, as a process that joins later.
+        """Take the entry of process `rank`; with None a new one, as a process that joins later.
 
-        :raises ConfigurationError: if the file is of another version or number of ranks, or no slot
-            is left.
+        :raises ConfigurationError: if the file is of another version or number of ranks, or no
+            entry is left.
         :raises OSError: if the file cannot be written, as on a full disk.
         """
         self.directory = directory  #: of the world
@@ -81,20 +81,20 @@ class Liveness:
         self._finished_at: dict[int, float] = {}
         self._ended: dict[int, tuple[State, str, bytes]] = {}  # final states
         self._poll = select.poll()  # on all watches at once
-        self._slot_of_fd: dict[int, int] = {}
+        self._process_of_fd: dict[int, int] = {}
         self._trusted: dict[int, float] = {}  # until when a watched process has its lock
         with contextlib.ExitStack() as undo:
-            size = _slot(world_size + _SPARE * elastic)
+            size = _entry_at(world_size + _SPARE * elastic)
             self._memory = map_file(directory, FILE, MAGIC, world_size, size)
             undo.callback(self._memory.close)
             if rank is None:
-                rank = self.count_slots()
+                rank = self.count_processes()
                 if rank == world_size + _SPARE:
                     raise ConfigurationError(
                         f"{_SPARE} processes have joined this run in place of lost ranks, and no "
                         f"more can join: restart it from a checkpoint"
                     )
-            self.slot = rank  #: whose slot this is
+            self.process = rank  #: the number of this one
             self.doorbell = Doorbell(directory, rank)
             undo.callback(self.doorbell.close)
             self.claims = Claims(directory)  #: of the world
@@ -107,13 +107,13 @@ class Liveness:
                 self._memory[_TAKEN_AT : _TAKEN_AT + 4] = (rank + 1 - world_size).to_bytes(4)
             undo.pop_all()
 
-    # -- this rank's slot -----------------------------------------------------------------------
+    # -- this process ---------------------------------------------------------------------------
 
     def write(self, topic: Topic | Literal["failure"], text: bytes) -> None:
         """Publish `text` for the others; empty if it is too long."""
         at, size = _PLACES[topic]
         fits = len(text) <= size - RECORD_HEAD
-        write_record(self._memory, _slot(self.slot) + at, text if fits else b"")
+        write_record(self._memory, _entry_at(self.process) + at, text if fits else b"")
 
     def publish_end(self, failure: bytes | None) -> None:
         """Publish how this rank ends."""
@@ -122,148 +122,148 @@ class Liveness:
         self._write_state(_FINISHED if failure is None else _FAILED)
 
     def close(self) -> None:
-        """Leave the slot. In a forked child, the parent keeps it."""
+        """Leave the entry. In a forked child, the parent keeps it."""
         # Closing is enough: the lock belongs to the open file, which the parent of a fork shares.
         for watch in self._watches.values():
             watch.close()
         self._watches.clear()
-        self._slot_of_fd.clear()
+        self._process_of_fd.clear()
         self.doorbell.close()
         os.close(self._lock_fd)
         self.claims.close()
         self._memory.close()
 
-    # -- the others' slots ----------------------------------------------------------------------
+    # -- the others -----------------------------------------------------------------------------
 
-    def read(self, slot: int, topic: Topic | Literal["failure"]) -> bytes:
-        """Return the latest text of this kind that `slot` has published."""
+    def read(self, process: int, topic: Topic | Literal["failure"]) -> bytes:
+        """Return the latest text of this kind that `process` has published."""
         at, size = _PLACES[topic]
-        return await_record(self._memory, _slot(slot) + at, size)
+        return await_record(self._memory, _entry_at(process) + at, size)
 
-    def count_slots(self) -> int:
-        """Return how many slots there are, with those of processes that have joined later."""
+    def count_processes(self) -> int:
+        """Return how many processes there are, with those that have joined later."""
         return self.world_size + int.from_bytes(self._memory[_TAKEN_AT : _TAKEN_AT + 4])
 
     def watch_all(self) -> None:
         """Watch every other rank, while all are known to live."""
-        for slot in range(self.count_slots()):
-            if slot != self.slot:
-                self._watch(slot)
+        for process in range(self.count_processes()):
+            if process != self.process:
+                self._watch(process)
 
-    def _watch(self, slot: int) -> ProcessWatch | None:
-        """Return the watch on `slot`; None while it has not joined, or cannot be watched."""
-        watch = self._watches.get(slot)
+    def _watch(self, process: int) -> ProcessWatch | None:
+        """Return the watch on `process`; None while it has not joined, or cannot be watched."""
+        watch = self._watches.get(process)
         if watch is None:
-            state, *who = _ENTRY.unpack_from(self._memory, _slot(slot))
+            state, *who = _ENTRY.unpack_from(self._memory, _entry_at(process))
             # One that has finished too: its exit code may still come.
             if state not in (_ALIVE, _FINISHED):
                 return None
             watch = ProcessWatch(ProcessIdentity(*who))
             if watch.fd < 0:
                 return None
-            self._watches[slot] = watch
-            self._trusted[slot] = time.monotonic() + _LOCK_EVERY
+            self._watches[process] = watch
+            self._trusted[process] = time.monotonic() + _LOCK_EVERY
             self.doorbell.also_wake_for(watch.fd)
             self._poll.register(watch.fd, select.POLLIN)
-            self._slot_of_fd[watch.fd] = slot
+            self._process_of_fd[watch.fd] = process
         return watch
 
-    def ended(self, slots: Iterable[int]) -> list[tuple[int, State]]:
-        """Return those of `slots` that are no longer there, and how they ended."""
+    def ended(self, processes: Iterable[int]) -> list[tuple[int, State]]:
+        """Return those of `processes` that are no longer there, and how they ended."""
         closed = self._closed()
         found: list[tuple[int, State]] = []
-        for slot in slots:
-            if slot == self.slot or self._is_seen_alive(slot, closed):
+        for process in processes:
+            if process == self.process or self._is_seen_alive(process, closed):
                 continue  # the common case, for one system call in all
-            state = self.state(slot)[0]
+            state = self.state(process)[0]
             if state not in ("alive", "unknown"):
-                found.append((slot, state))
+                found.append((process, state))
         return found
 
     def _closed(self) -> set[int]:
-        """Return the slots whose watched processes have ended."""
+        """Return the watched processes that have ended."""
         # If another thread is looking, the next look will do.
-        events = poll_unless_busy(self._poll, 0.0) or [] if self._slot_of_fd else []
-        return {self._slot_of_fd[fd] for fd, event in events if event & select.POLLIN}
+        events = poll_unless_busy(self._poll, 0.0) or [] if self._process_of_fd else []
+        return {self._process_of_fd[fd] for fd, event in events if event & select.POLLIN}
 
-    def _is_seen_alive(self, slot: int, closed: Collection[int]) -> bool:
-        watched = slot in self._watches and slot not in closed
-        return watched and self._read_state(slot) == _ALIVE
+    def _is_seen_alive(self, process: int, closed: Collection[int]) -> bool:
+        watched = process in self._watches and process not in closed
+        return watched and self._read_state(process) == _ALIVE
 
     def distrust(self) -> None:
         """Let the next look at each process ask for its lock, too."""
         self._trusted.clear()
 
-    def state(self, slot: int) -> tuple[State, str, bytes]:
-        """Return the state of `slot`, how it ended where known, and the failure it published."""
-        known = self._ended.get(slot)
+    def state(self, process: int) -> tuple[State, str, bytes]:
+        """Return the state of `process`, how it ended where known, and the failure it published."""
+        known = self._ended.get(process)
         if known is None:
-            known = self._examine(slot)
+            known = self._examine(process)
             if known[0] not in ("alive", "unknown"):
-                self._ended[slot] = known
+                self._ended[process] = known
         return known
 
-    def _examine(self, slot: int) -> tuple[State, str, bytes]:
+    def _examine(self, process: int) -> tuple[State, str, bytes]:
         now = time.monotonic()
-        if now < self._trusted.get(slot, now) and self._is_seen_alive(slot, self._closed()):
-            return "alive", self.read(slot, "activity").decode(), b""
-        if slot in self._watches:
-            self._trusted[slot] = now + _LOCK_EVERY
+        if now < self._trusted.get(process, now) and self._is_seen_alive(process, self._closed()):
+            return "alive", self.read(process, "activity").decode(), b""
+        if process in self._watches:
+            self._trusted[process] = now + _LOCK_EVERY
         # A rank is lost if it was here, is gone, and has published no end: so its state is read
         # before and after. It may be just joining (its lock comes before its state) or leaving.
-        before = self._read_state(slot)
+        before = self._read_state(process)
         # Not only once all have joined: a rank that dies while others still join is named as well.
-        watch = self._watch(slot) if slot != self.slot else None
+        watch = self._watch(process) if process != self.process else None
         ended = watch is not None and watch.has_ended()
-        gone = slot != self.slot and self._has_left(slot)
-        after = self._read_state(slot)
+        gone = process != self.process and self._has_left(process)
+        after = self._read_state(process)
         if after == _EMPTY:
-            end = find_early_end(self.directory, slot)
+            end = find_early_end(self.directory, process)
             if end is None:
                 return "unknown", "", b""
             return "finished" if end.joined else "lost", end.how, b""
         if after == _FAILED:
-            return "failed", "", self.read(slot, "failure")
+            return "failed", "", self.read(process, "failure")
         if after == _FINISHED:
-            return self._examine_finished(slot, watch, ended)
+            return self._examine_finished(process, watch, ended)
         if gone and before == _ALIVE:
             # The lock is freed a moment before the process is gone and its exit code is known.
             status = _await_exit_status(watch)
             if watch is not None and not watch.has_ended():
                 return "lost", "its process runs another program now", b""
             return "lost", describe_exit(status), b""
-        return "alive", self.read(slot, "activity").decode(), b""
+        return "alive", self.read(process, "activity").decode(), b""
 
     def _examine_finished(
-        self, slot: int, watch: ProcessWatch | None, ended: bool
+        self, process: int, watch: ProcessWatch | None, ended: bool
     ) -> tuple[State, str, bytes]:
         """Distinguish a normal end from ``raise SystemExit(3)``, for which Python has no hook."""
-        since = self._finished_at.setdefault(slot, time.monotonic())
+        since = self._finished_at.setdefault(process, time.monotonic())
         if watch is not None and not ended and time.monotonic() - since < _EXIT_GRACE:
             return "alive", "", b""  # after that, it called shutdown() and does something else
-        return _end_of(slot, _await_exit_status(watch) if ended else None)
+        return _end_of(process, _await_exit_status(watch) if ended else None)
 
     # -- for another thread ---------------------------------------------------------------------
 
-    def peek(self, slot: int) -> State:
-        """Return the state of `slot`, and not how it ended."""
-        gone = self._read_state(slot) == _ALIVE and self._has_left(slot)
-        state = self._read_state(slot)  # it may have published its end meanwhile
+    def peek(self, process: int) -> State:
+        """Return the state of `process`, and not how it ended."""
+        gone = self._read_state(process) == _ALIVE and self._has_left(process)
+        state = self._read_state(process)  # it may have published its end meanwhile
         return "lost" if gone and state == _ALIVE else _STATES.get(state, "unknown")
 
-    def _has_left(self, slot: int) -> bool:
-        """Return whether the process of `slot` has ended, or runs another program."""
-        watch = self._watches.get(slot)
-        return (watch is not None and watch.has_ended()) or _is_free(self.directory.fd, slot)
+    def _has_left(self, process: int) -> bool:
+        """Return whether `process` has ended, or runs another program."""
+        watch = self._watches.get(process)
+        return (watch is not None and watch.has_ended()) or _is_free(self.directory.fd, process)
 
     # -- bytes ----------------------------------------------------------------------------------
 
-    def _read_state(self, slot: int) -> int:
-        return self._memory[_slot(slot)]
+    def _read_state(self, process: int) -> int:
+        return self._memory[_entry_at(process)]
 
     def _write_state(self, state: int) -> None:
         # In one piece: packing in place would clear the bytes first, and others would see that.
-        at = _slot(self.slot)
+        at = _entry_at(self.process)
         self._memory[at : at + _ENTRY.size] = _ENTRY.pack(state, *ProcessIdentity.own())
 
 
@@ -292,27 +292,27 @@ def world_size_of(directory: PrivateDirectory) -> int | None:
     with contextlib.suppress(FileNotFoundError), directory.opened(FILE, os.O_RDONLY) as fd:
         magic, world_size = read_header(fd)
         # A number that does not fit the size of the file is damaged, and might be absurd.
-        sizes = (_slot(world_size), _slot(world_size + _SPARE))
+        sizes = (_entry_at(world_size), _entry_at(world_size + _SPARE))
         if magic == MAGIC and os.fstat(fd).st_size in sizes:
             return world_size
     return None
 
 
 def examine_from_outside(
-    directory_fd: int, fd: int, slot: int, namespace: int
+    directory_fd: int, fd: int, process: int, namespace: int
 ) -> tuple[ProcessIdentity | None, State, str, bytes]:
-    """Return who took a slot of the liveness file `fd`, and its state; None if no rank has.
+    """Return who took an entry of the liveness file `fd`, and its state; None if no process has.
 
     For processes that are no rank, in this namespace of pids. Nothing is locked that a rank needs:
     the lock of a rank that has published that it lives is held by that rank, or needed by none.
     """
-    at = _slot(slot)
+    at = _entry_at(process)
     entry = os.pread(fd, _ENTRY.size, at)
     before, *who = _ENTRY.unpack(entry.ljust(_ENTRY.size, b"\0"))
     if before not in (_ALIVE, _FINISHED, _FAILED):
         return None, "unknown", "", b""
     identity = ProcessIdentity(*who)
-    gone = before == _ALIVE and (identity.is_gone(namespace) or _is_free(directory_fd, slot))
+    gone = before == _ALIVE and (identity.is_gone(namespace) or _is_free(directory_fd, process))
     after = os.pread(fd, 1, at)[0]  # it may have published its end before it was gone
     if after == _FAILED:
         begin, size = _PLACES["failure"]
@@ -328,15 +328,15 @@ def examine_from_outside(
     finally:
         watch.close()
     if after == _FINISHED:
-        return identity, *_end_of(slot, status)
+        return identity, *_end_of(process, status)
     return identity, "lost", describe_exit(status), b""
 
 
-def _is_free(directory_fd: int, slot: int) -> bool:
-    """Return whether the lock of a slot is free; not if it cannot be seen."""
+def _is_free(directory_fd: int, process: int) -> bool:
+    """Return whether the lock of a process is free; not if it cannot be seen."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(_lock_name(slot), flags, dir_fd=directory_fd)
+        fd = os.open(_lock_name(process), flags, dir_fd=directory_fd)
     except OSError:
         return False
     try:
@@ -372,6 +372,6 @@ def _lock_name(rank: int) -> str:
     return f"alive-{rank}"
 
 
-def _slot(rank: int) -> int:
-    """Return where the slot of `rank` begins; for the world size, the size of the file."""
-    return _HEADER_SIZE + rank * _SLOT_SIZE
+def _entry_at(process: int) -> int:
+    """Return where the entry of a process begins; for their number, the size of the file."""
+    return _HEADER_SIZE + process * _ENTRY_SIZE

@@ -324,19 +324,19 @@ def _allocate_window(fd: int, directory: PrivateDirectory, name: str, count: int
 
 
 class Doorbell:
-    """The doorbell of the rank in `slot`, and those of other ranks that it has rung.
+    """The doorbell of `process`, and those of other ranks that it has rung.
 
     It is a named pipe. Correctness does not depend on it: a sleeping rank checks now and then.
     """
 
-    def __init__(self, directory: PrivateDirectory, slot: int) -> None:
+    def __init__(self, directory: PrivateDirectory, process: int) -> None:
         """Create the pipe of this rank.
 
         :raises OSError: if there is no space for it.
         """
         self._directory = directory
-        self._own = directory.open_pipe(f"doorbell-{slot}", create=True)
-        self._fds = {slot: self._own}
+        self._own = directory.open_pipe(f"doorbell-{process}", create=True)
+        self._fds = {process: self._own}
         self._poll = select.poll()
         self._poll.register(self._own, select.POLLIN)
 
@@ -359,13 +359,13 @@ class Doorbell:
                 self._poll.unregister(fd)
         return bool(events)
 
-    def wake(self, slot: int) -> None:
-        """Wake the rank in `slot` if it sleeps. A thread may wake its own rank."""
+    def wake(self, process: int) -> None:
+        """Wake `process` if it sleeps. A thread may wake its own."""
         # There may be no pipe, or a full one, so that it wakes anyway.
         with contextlib.suppress(OSError, ConfigurationError):
-            if slot not in self._fds:
-                self._fds[slot] = self._directory.open_pipe(f"doorbell-{slot}")
-            os.write(self._fds[slot], b"!")
+            if process not in self._fds:
+                self._fds[process] = self._directory.open_pipe(f"doorbell-{process}")
+            os.write(self._fds[process], b"!")
 
     def close(self) -> None:
         """Close all pipes."""

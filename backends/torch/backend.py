@@ -160,8 +160,8 @@ class TorchBackend(Backend):
         group = roster.hosts[host]
         self.host = group.place.partition(_NEW)[0]
         alone = [*roster.host_of.values()].count(host) == 1  # as the first process of a host is
-        slot, count = 0 if alone else roster.local.get(own, UNKNOWN), max(1, len(group.ranks))
-        here = Topology(slot, count, slot, count, 0, 1, top.launcher, f"{placement.token}-{host}")
+        index, count = 0 if alone else roster.local.get(own, UNKNOWN), max(1, len(group.ranks))
+        here = Topology(index, count, index, count, 0, 1, top.launcher, f"{placement.token}-{host}")
         self._local = FileBackend(here, settings, self._description(group.ranks or [top.rank]))
         try:
             lives, probe = self._local.liveness, StoreProbe(endpoint, settings.heartbeat)
@@ -173,7 +173,7 @@ class TorchBackend(Backend):
             self._hosts = hosts
             self._ask(endpoint, self._connection.heartbeat.beat)
             if placement.goes_on:  # from now on the others know that it waits
-                lives_at = self._local.liveness.slot
+                lives_at = self._local.liveness.process
                 self._ask(endpoint, lambda store: roster.write(store, own, lives_at))
                 self._ask(endpoint, hosts.look)
         except BaseException:
@@ -229,8 +229,8 @@ class TorchBackend(Backend):
             return self._local.board(members, name)
         here = self._connection.ranks
         local = [rank for rank in members if rank in here]
-        slots = [self._local.members[here.index(rank)] for rank in local]
-        own = self._local.open_board(local, name, slots, members)
+        processes = [self._local.members[here.index(rank)] for rank in local]
+        own = self._local.open_board(local, name, processes, members)
         if len(local) == len(members):
             return own
         file = self._local.file_of(members, name)
@@ -311,9 +311,9 @@ class TorchBackend(Backend):
         ranks = groups[number].ranks
         self._placement = Placement(self._placement.token, groups)
         self._connection = connection._replace(placement=self._placement)
-        slot, count = ranks.index(topology.rank), len(ranks)
+        index, count = ranks.index(topology.rank), len(ranks)
         here = Topology(
-            slot, count, slot, count, 0, 1, topology.launcher, self._local.topology.run_id
+            index, count, index, count, 0, 1, topology.launcher, self._local.topology.run_id
         )
         local = [roster.local[members[rank]] for rank in ranks]
         self._local.enter(epoch, local, here, self._description(ranks))
@@ -385,15 +385,15 @@ class TorchBackend(Backend):
             return
         connection.heartbeat.beat(store)
         hosts.look_for_arrivals(store)
-        for slot, of_world in hosts.here.items():
-            state = connection.liveness.peek(slot)
+        for process, of_world in hosts.here.items():
+            state = connection.liveness.peek(process)
             if of_world != hosts.own and state == "lost":
-                self._publish_end_of(store, slot, "lost")
+                self._publish_end_of(store, process, "lost")
                 store.set(hosts.key("left", of_world), "")
             elif state == "finished":
-                since = self._finished_since.setdefault(slot, time.monotonic())
+                since = self._finished_since.setdefault(process, time.monotonic())
                 if time.monotonic() - since >= _EXIT_GRACE:
-                    self._publish_end_of(store, slot, "finished")
+                    self._publish_end_of(store, process, "finished")
         if hosts.own in hosts.members:  # else it waits to join, and has no rank
             key = f"{self._placement.token}/rank/{self.topology.rank}"
             store.set(key, json.dumps(self._describe_rank()))
@@ -411,12 +411,12 @@ class TorchBackend(Backend):
                 frame = frame.f_back
         return RankDescription(os.getpid(), time.monotonic(), boards, frames)
 
-    def _publish_end_of(self, store: Any, slot: int, state: State) -> None:
-        """Publish to the other hosts how the rank with this liveness slot has ended."""
+    def _publish_end_of(self, store: Any, process: int, state: State) -> None:
+        """Publish to the other hosts how the rank that is this process of the host has ended."""
         for board in list(self._boards):
-            rank = board.local_slots.get(slot)
-            if rank is not None and (slot, board) not in self._ends_published:
-                self._ends_published.add((slot, board))
+            rank = board.local_processes.get(process)
+            if rank is not None and (process, board) not in self._ends_published:
+                self._ends_published.add((process, board))
                 board.publish_end(store, MemberEnd(rank, board.local.rounds_of(rank), state))
 
     # -- leaving --------------------------------------------------------------------------------
@@ -449,14 +449,14 @@ class TorchBackend(Backend):
 
     def _publish_end(self, store: Any, hosts: Processes, failure: bytes | None) -> None:
         liveness = self._local.liveness
-        mates = [slot for slot in hosts.here if slot != liveness.slot]
-        if failure is None and any(liveness.peek(slot) == "alive" for slot in mates):
+        mates = [process for process in hosts.here if process != liveness.process]
+        if failure is None and any(liveness.peek(process) == "alive" for process in mates):
             # They see how this process ends, which it does not know itself: with which exit code.
             hosts.leave(store)
             return
-        for slot in mates:
-            if liveness.peek(slot) == "finished":  # and no rank will be here to publish it
-                self._publish_end_of(store, slot, "finished")
+        for process in mates:
+            if liveness.peek(process) == "finished":  # and no rank will be here to publish it
+                self._publish_end_of(store, process, "finished")
         state: State = "finished" if failure is None else "failed"
         for board in self._boards:
             text = (failure or b"").decode()
@@ -472,12 +472,12 @@ class TorchBackend(Backend):
         """
         here, heartbeat = connection.host, connection.heartbeat
         host_of = hosts.roster.host_of
-        left = [slot for slot in hosts.members if slot != hosts.own]
+        left = [process for process in hosts.members if process != hosts.own]
         begin = warned = time.monotonic()
 
         def look(store: Any) -> list[int]:
-            still = [slot for slot in left if not store.check([hosts.key("left", slot)])]
-            heartbeat.look(store, {host_of[slot] for slot in still} - {here})
+            still = [process for process in left if not store.check([hosts.key("left", process)])]
+            heartbeat.look(store, {host_of[process] for process in still} - {here})
             return [s for s in still if heartbeat.silence(host_of[s]) < heartbeat.limit]
 
         while True:
@@ -487,7 +487,7 @@ class TorchBackend(Backend):
                 return
             if now - warned > self.settings.warn_after:
                 warned = now
-                others = [hosts.members.index(slot) for slot in left[:8]]
+                others = [hosts.members.index(process) for process in left[:8]]
                 what = f"rank {self.topology.rank} has finished, and serves the store for ranks"
                 logging.getLogger("syncprims").warning(f"{what} {others}")
             time.sleep(min(0.2, 0.005 + (now - begin) / 10))

@@ -83,8 +83,8 @@ class TwoLevelBoard(Board):
         """Open the board in `file`; under the run's lock. Its engine uses these `interfaces`."""
         super().__init__(members, local.name)
         self.local = local  #: of the members on this host
-        #: Of these, the rank of each liveness slot.
-        self.local_slots = dict(zip(local.slots, local.members, strict=True))
+        #: Of these, the rank of each process.
+        self.local_processes = dict(zip(local.processes, local.members, strict=True))
         count, index = len(local.members), local.members.index(local.rank)
         self._state = HostState(connection.liveness, file, count, index)
         self._connection = connection
@@ -224,7 +224,7 @@ class TwoLevelBoard(Board):
             self._connection.requests.submit(self._look_at(number))
 
     def _look_at(self, number: int) -> Callable[[Any], None]:
-        # The state of this host is read here: the link's thread must not use the liveness slots.
+        # The state of this host is read here: the link's thread must not use the liveness entries.
         here = {rank: self.local.status(rank) for rank in self.local.members}
         return lambda store: self._look_around(store, number, here)
 

@@ -151,7 +151,7 @@ class GlooEngine(Engine):
     def _transfer(self, start: Callable[[Any], Any]) -> None:
         """Return once the work is done that ``start(group)`` returns."""
         if self._closed:
-            raise RuntimeError("an array was to be sent after this group was closed")
+            raise RuntimeError("this engine is closed")
         self._begin = time.monotonic()
         try:
             if self._group is None:
@@ -344,7 +344,7 @@ def _open_sockets() -> set[tuple[int, int]]:
 
 
 def _pin_gloo_groups() -> bool:
-    """Keep all Gloo groups until the process ends; return whether there are no other groups."""
+    """Keep all Gloo groups until the process ends; return whether all groups are Gloo's."""
     # Torch has no public name for either, and the program may have made groups of its own.
     groups = dist.distributed_c10d._world.pg_map
     backends = [group._get_backend(device) for group in groups for device in group._device_types]

@@ -79,7 +79,7 @@ class Rounds:
         #: See there for what it asks of its caller.
         self.note: Callable[..., Note] = NoteCache(between).note
         # The calls under way, with the thread and the label of each. A call adds itself first and
-        # removes itself last, and only if this rank is still in step. So a call that an exception
+        # removes itself last, and only if the group is whole. So a call that an exception
         # has ended is found by the next one, whatever interrupted its own handling of that
         # exception. A dict, since one operation on it is atomic, also for an interrupt.
         self._calls: dict[object, tuple[int, Label | None]] = {}
@@ -460,9 +460,9 @@ class Rounds:
         raise errors.load(verdict)
 
     def _end_call(self, token: object, error: BaseException, before: int, collected: int) -> None:
-        """End a call that raises `error`; break the group, unless this rank is in step with all.
+        """End a call that raises `error`; break the group, unless all ranks go on alike.
 
-        It is if all ranks have this error, or if nothing has happened: the call was refused, or no
+        They do if all have this error, or if nothing has happened: the call was refused, or no
         round was posted or collected since there were so many. Otherwise the others may have gone
         on: if this rank made the call again, all its later rounds would be paired off by one.
         """

@@ -64,13 +64,13 @@ class Transfer(Work):
         self.data = memoryview(b"")  # the memory is not needed any more
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the transfer is over. `timeout` is for each piece, by default the group's."""
+        """Return when the transfer is over; `timeout` is for each piece, by default the group's."""
         while not self.done:
             self.channel.move(timeout.total_seconds() if timeout else None, waits=True)
         return True
 
     def synchronize(self) -> None:
-        """Return when the transfer is over."""
+        """Return when it is over."""
         self.wait()
 
     def is_completed(self) -> bool:

@@ -47,8 +47,8 @@ from .who import describe_run
 
 GRACE = 5.0  # seconds between a failure and SIGTERM, and between SIGTERM and SIGKILL
 STOPPED = 75  # exit code if SIGTERM has stopped the run, and all ranks have ended with 0
-#: Seconds within which a second signal is the same request: timeout(1) of GNU sends SIGTERM to the
-#: launcher, and again to its process group.
+#: Seconds within which a second signal is the same request: timeout(1) sends it to the launcher and
+#: to its group.
 _ONE_REQUEST = 0.2
 _POLL_INTERVAL = 0.02
 _REAP_EVERY = 1.0  # seconds

@@ -77,8 +77,8 @@ class WorldReader:
         with self._opened(liveness.FILE) as fd:
             about = self._about(fd)
             ranks = _ranks(about.ranks)
-            for slot, rank in zip(about.slots or range(len(ranks)), ranks, strict=True):
-                identity, state, detail, failure = self._examine(fd, slot)
+            for process, rank in zip(about.processes or range(len(ranks)), ranks, strict=True):
+                identity, state, detail, failure = self._examine(fd, process)
                 states[rank] = Status(0, None, state, detail, failure)
                 if identity is not None:
                     identities[rank] = identity
@@ -99,7 +99,7 @@ class WorldReader:
         )
 
     def _about(self, fd: int) -> description.WorldDescription:
-        """Return what is written about the world, before its first rank takes a slot.
+        """Return what is written about the world, before its first process takes an entry.
 
         :raises FileNotFoundError: if it is being created or removed at this moment.
         """
@@ -109,8 +109,8 @@ class WorldReader:
         try:
             return description.WorldDescription(*self._description(description.FILE))
         except FileNotFoundError:
-            slots = range(min(count, _MOST_RANKS))
-            if any(self._examine(fd, slot)[1] == "alive" for slot in slots):
+            processes = range(min(count, _MOST_RANKS))
+            if any(self._examine(fd, process)[1] == "alive" for process in processes):
                 raise _OtherVersion from None
             raise
 
@@ -121,8 +121,8 @@ class WorldReader:
 
     # -- processes ------------------------------------------------------------------------------
 
-    def _examine(self, fd: int, slot: int) -> tuple[ProcessIdentity | None, State, str, bytes]:
-        return liveness.examine_from_outside(self._fd, fd, slot, self._namespace)
+    def _examine(self, fd: int, process: int) -> tuple[ProcessIdentity | None, State, str, bytes]:
+        return liveness.examine_from_outside(self._fd, fd, process, self._namespace)
 
     def _visible_pids(self, identities: Mapping[int, ProcessIdentity]) -> dict[int, int]:
         """Return the number of each process as this one sees it, of those that it sees."""

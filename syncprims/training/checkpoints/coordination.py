@@ -113,7 +113,7 @@ def cleanup_on_error(doing: str, clean_up: Callable[[], object]) -> Generator[No
         yield
     except BaseException as error:
         clean_up()
-        if isinstance(error, CheckpointError):  # on all ranks: they are in step
+        if isinstance(error, CheckpointError):  # on all ranks
             with contextlib.suppress(SyncError):
                 gather_as(get_active_group(), _call_name(doing), None)
         raise
