@@ -30,6 +30,7 @@ from .threads import threads_that_may_call
 DEADLOCK_SEARCH = 1.0  #: seconds of a wait after which boards are compared
 #: Bytes of a verdict that is published for others, in a statement of 4 KB at most.
 _LONGEST_VERDICT = 2500
+_CLOSED = "", "", int  # what is known of a board that another thread has closed
 
 
 class Wait(NamedTuple):
@@ -142,7 +143,7 @@ class DeadlockDetector:
 
     def search(self, board: Board, call: str, missing: Collection[int]) -> SyncError | None:
         """Publish that `call` waits at `board`; return an error once a deadlock is certain."""
-        group, members, _ = self._boards[board]
+        group, members, _ = self._boards.get(board, _CLOSED)
         at = [group, board.collected + 1]
         return self._search({"call": call, "at": at, "members": members}, missing)
 
@@ -227,7 +228,8 @@ class DeadlockDetector:
 
     def verdict_for(self, board: Board, missing: Collection[int]) -> SyncError | None:
         """Return the verdict of a missing rank that has found this very wait in a deadlock."""
-        return self._verdict_about([self._boards[board][0], board.collected + 1], missing)
+        group, _, _ = self._boards.get(board, _CLOSED)
+        return self._verdict_about([group, board.collected + 1], missing)
 
     def _verdict_about(self, at: list[Any], ranks: Collection[int]) -> SyncError | None:
         for rank in ranks:
