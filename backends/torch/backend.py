@@ -41,7 +41,7 @@ from ..file.description import RankDescription, WorldDescription
 from . import rendezvous
 from . import store as stores
 from .board import HostConnection, TwoLevelBoard
-from .decisions import MemberEnd, read_key
+from .decisions import MemberEnd, Store, read_key
 from .engines import DefaultGroup, NcclEngine
 from .host_state import BEATS, Heartbeat
 from .rendezvous import HostGroup, Placement, Rendezvous
@@ -378,7 +378,7 @@ class TorchBackend(Backend):
 
     # -- the link's thread ----------------------------------------------------------------------
 
-    def _beat(self, store: Any) -> None:
+    def _beat(self, store: Store) -> None:
         """Send this host's heartbeat, and publish the end of ranks that died on it."""
         connection, hosts = self._connection, self._hosts
         if connection is None or hosts is None:
@@ -411,7 +411,7 @@ class TorchBackend(Backend):
                 frame = frame.f_back
         return RankDescription(os.getpid(), time.monotonic(), boards, frames)
 
-    def _publish_end_of(self, store: Any, process: int, state: State) -> None:
+    def _publish_end_of(self, store: Store, process: int, state: State) -> None:
         """Publish to the other hosts how the rank that is this process of the host has ended."""
         for board in list(self._boards):
             rank = board.local_processes.get(process)
@@ -447,7 +447,7 @@ class TorchBackend(Backend):
             self._local.close(failure)
             self._release()
 
-    def _publish_end(self, store: Any, hosts: Processes, failure: bytes | None) -> None:
+    def _publish_end(self, store: Store, hosts: Processes, failure: bytes | None) -> None:
         liveness = self._local.liveness
         mates = [process for process in hosts.here if process != liveness.process]
         if failure is None and any(liveness.peek(process) == "alive" for process in mates):
@@ -475,7 +475,7 @@ class TorchBackend(Backend):
         left = [process for process in hosts.members if process != hosts.own]
         begin = warned = time.monotonic()
 
-        def look(store: Any) -> list[int]:
+        def look(store: Store) -> list[int]:
             still = [process for process in left if not store.check([hosts.key("left", process)])]
             heartbeat.look(store, {host_of[process] for process in still} - {here})
             return [s for s in still if heartbeat.silence(host_of[s]) < heartbeat.limit]

@@ -24,7 +24,16 @@ from ..file.board import FIRST_NAP, LONGEST_NAP, NAPS, SharedMemoryBoard
 from ..file.description import HostReport
 from ..file.liveness import Liveness
 from ..file.memory import Fence
-from .decisions import COMPLETE, END, VERDICT, Decisions, MemberEnd, decode_notes, read_key
+from .decisions import (
+    COMPLETE,
+    END,
+    VERDICT,
+    Decisions,
+    MemberEnd,
+    Store,
+    decode_notes,
+    read_key,
+)
 from .engines import GlooEngine
 from .host_state import ELSEWHERE, Heartbeat, HostState
 from .rendezvous import Placement
@@ -139,7 +148,7 @@ class TwoLevelBoard(Board):
             return
         self._contributed[number] = self.now()
 
-        def contribute(store: Any) -> None:
+        def contribute(store: Store) -> None:
             decision = self.decisions.contribute(store, number, self._connection.host, notes)
             self._state.contributed = number
             if decision is not None:
@@ -238,7 +247,7 @@ class TwoLevelBoard(Board):
             return
         self._asked_for = number
 
-        def wait(store: Any) -> None:
+        def wait(store: Store) -> None:
             if self._asked_for != number or self.collected >= number:
                 return  # known meanwhile, and soon removed
             self._awaited = number
@@ -260,7 +269,7 @@ class TwoLevelBoard(Board):
 
     # -- what is known of the others ------------------------------------------------------------
 
-    def _look_around(self, store: Any, number: int, here: Mapping[int, Status]) -> None:
+    def _look_around(self, store: Store, number: int, here: Mapping[int, Status]) -> None:
         """Learn which members have not come to a round, and publish to other hosts about this."""
         connection = self._connection
         pieces = self.decisions.contributions(store, number)
@@ -398,7 +407,7 @@ class TwoLevelBoard(Board):
 
     # -- ends -----------------------------------------------------------------------------------
 
-    def publish_end(self, store: Any, end: MemberEnd) -> None:
+    def publish_end(self, store: Store, end: MemberEnd) -> None:
         """End every member's wait for one that has ended; on the link's thread."""
         # A rank that finished has left its notes; without a rank that did not, no round completes.
         first = end.rounds + 1 if end.state == "finished" else self.collected + 1

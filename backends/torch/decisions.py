@@ -18,8 +18,8 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from syncprims.interface import Board, Note, State
 
@@ -30,7 +30,19 @@ _LENGTH = struct.Struct("<I")
 _PIECE = struct.Struct("<II")  # host, length
 
 
-def read_key(store: Any, key: str) -> bytes:
+class Store(Protocol):
+    """What is used of a store of torch, whose types leave out some of it."""
+
+    get: Callable[[str], bytes]
+    set: Callable[[str, str | bytes], None]
+    add: Callable[[str, int], int]
+    append: Callable[[str, str | bytes], None]
+    check: Callable[[list[str]], bool]
+    compare_set: Callable[[str, str, str | bytes], bytes]
+    delete_key: Callable[[str], bool]
+
+
+def read_key(store: Store, key: str) -> bytes:
     """Return the value of `key` at once; empty if it has none."""
     return bytes(store.get(key)) if store.check([key]) else b""
 
@@ -93,7 +105,9 @@ class Decisions:
         self._prefix = prefix
         self._hosts = hosts
 
-    def contribute(self, store: Any, number: int, host: int, notes: Sequence[Note]) -> bytes | None:
+    def contribute(
+        self, store: Store, number: int, host: int, notes: Sequence[Note]
+    ) -> bytes | None:
         """Contribute a host's notes; return the round's decision if they were the last."""
         data = encode_notes(notes)
         store.append(self._key(number, "notes"), _PIECE.pack(host, len(data)) + data)
@@ -101,7 +115,7 @@ class Decisions:
             return None
         return self.complete(store, number, _pieces(store.get(self._key(number, "notes"))))
 
-    def complete(self, store: Any, number: int, pieces: Mapping[int, bytes]) -> bytes | None:
+    def complete(self, store: Store, number: int, pieces: Mapping[int, bytes]) -> bytes | None:
         """Decide the round if `pieces` has the notes of all hosts, and return the decision."""
         if len(pieces) < len(self._hosts):
             return None
@@ -117,20 +131,20 @@ class Decisions:
                 store.delete_key(self._key(over, what))
         return decision
 
-    def contributions(self, store: Any, number: int) -> dict[int, bytes]:
+    def contributions(self, store: Store, number: int) -> dict[int, bytes]:
         """Return what each host has contributed to a round so far."""
         return _pieces(read_key(store, self._key(number, "notes")))
 
-    def wait(self, store: Any, number: int) -> bytes:
+    def wait(self, store: Store, number: int) -> bytes:
         """Return the decision about a round, once it is there."""
         return bytes(store.get(self._key(number, "decision")))
 
-    def release(self, store: Any, number: int) -> None:
+    def release(self, store: Store, number: int) -> None:
         """End every wait for a decision that all ranks know, and that has been removed."""
         store.set(self._key(number, "decision"), "")
         store.delete_key(self._key(number, "decision"))
 
-    def abort(self, store: Any, number: int, text: bytes) -> bytes:
+    def abort(self, store: Store, number: int, text: bytes) -> bytes:
         """Break a round with `text`, unless it is decided; return its decision, or the verdict.
 
         If the decision is a member's end, all agree on the verdict about it.
@@ -140,14 +154,14 @@ class Decisions:
             return bytes(store.compare_set(f"{self._prefix}/verdict", "", VERDICT + text))
         return decision
 
-    def end(self, store: Any, first: int, end: MemberEnd) -> None:
+    def end(self, store: Store, first: int, end: MemberEnd) -> None:
         """Make `end` the decision about the first round, from `first` on, that is not complete."""
         decision = END + json.dumps(end).encode()
         for number in range(first, end.rounds + 2):
             if self._decide(store, number, decision)[:1] != COMPLETE:
                 return
 
-    def _decide(self, store: Any, number: int, decision: bytes) -> bytes:
+    def _decide(self, store: Store, number: int, decision: bytes) -> bytes:
         return bytes(store.compare_set(self._key(number, "decision"), "", decision))
 
     def _key(self, number: int, what: str) -> str:

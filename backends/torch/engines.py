@@ -30,6 +30,7 @@ import torch.distributed
 
 from syncprims.interface import DeviceEngine, Engine, Topology
 
+from .decisions import Store
 from .store import StoreEndpoint
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
@@ -54,7 +55,7 @@ class Links:
     connection to it at once; if the network between two hosts is cut, nothing answers.
     """
 
-    def __init__(self, store: Any, index: int, hosts: Sequence[str], address: str, limit: float):
+    def __init__(self, store: Store, index: int, hosts: Sequence[str], address: str, limit: float):
         """`hosts` are the names of the members' hosts; `limit` is in seconds, without an answer."""
         self._own = socket.socket(_family(address))
         self._own.bind((address, 0))
@@ -294,7 +295,7 @@ class DefaultGroup:
         self._opened = False
         self._sockets: set[tuple[int, int]] = set()
 
-    def open(self, store: Any, topology: Topology, device: int | None) -> None:
+    def open(self, store: Store, topology: Topology, device: int | None) -> None:
         """Open the group: Gloo's, and if a CUDA device is given, NCCL's for that device."""
         options: dict[str, Any] = {"backend": "gloo"}
         if device is not None:

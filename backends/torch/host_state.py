@@ -11,14 +11,13 @@ import json
 import struct
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from ..file import memory
 from ..file.abort import Aborts
 from ..file.description import NO_REPORT, HostReport
 from ..file.liveness import Liveness
 from ..file.memory import CELLS, HEADER_SIZE, RECORD_HEAD
-from .decisions import END
+from .decisions import END, Store
 
 MAGIC = b"syncprims host state 4"
 OF_HOST = "-host"  #: what the name of this file adds to that of the board
@@ -151,12 +150,12 @@ class Heartbeat:
         self._seen: dict[int, tuple[int, float]] = {}  # host -> beats, and since when
         self._watched, self._ticked = 0.0, time.monotonic()  # seconds that count; the last tick
 
-    def beat(self, store: Any) -> None:
+    def beat(self, store: Store) -> None:
         """Count up this host's key."""
         self._tick()
         store.add(self._key(self._host), 1)
 
-    def look(self, store: Any, hosts: Iterable[int]) -> None:
+    def look(self, store: Store, hosts: Iterable[int]) -> None:
         """Check whether these hosts have beaten since the last look."""
         for host in hosts:
             self._tick()

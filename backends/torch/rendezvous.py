@@ -34,7 +34,7 @@ from syncprims.interface import Settings, Topology
 
 from ..file.backend import find_early_ends, lives_here
 from ..file.private_dir import PrivateDirectory, base_path
-from .decisions import read_key
+from .decisions import Store, read_key
 from .store import TRY_AGAIN, StoreEndpoint, StoreGone, StoreLink, T
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25  # seconds between two checks whether all have come
@@ -228,7 +228,7 @@ class Rendezvous:
 
     # -- at the store ---------------------------------------------------------------------------
 
-    def _enter(self, store: Any) -> str | Placement | None:
+    def _enter(self, store: Store) -> str | Placement | None:
         """Add this rank's entry to the open epoch, and return the prefix of that epoch's keys.
 
         Or the world of an earlier epoch, if this process may join it in place of a lost one. None
@@ -256,7 +256,7 @@ class Rendezvous:
                 store.compare_set(f"{epoch}result", "", result)
         return epoch
 
-    def _find_world(self, store: Any, number: int) -> Placement | None:
+    def _find_world(self, store: Store, number: int) -> Placement | None:
         """Return the newest world before epoch `number`, if it goes on without this process."""
         epochs = (f"{self._prefix}/{earlier}/" for earlier in range(number - 1, 0, -1))
         newest = next((e for e in epochs if read_key(store, f"{e}end") == _COMPLETE), None)
@@ -273,11 +273,11 @@ class Rendezvous:
     def _incarnations_of(self, rank: int) -> str:
         return f"{self._prefix}/incarnations/{rank}"
 
-    def _has_come(self, store: Any, rank: int) -> bool:
+    def _has_come(self, store: Store, rank: int) -> bool:
         """Return whether a process of `rank` has entered any epoch."""
         return bool(store.check([self._incarnations_of(rank)]))
 
-    def _look(self, store: Any) -> bytes:
+    def _look(self, store: Store) -> bytes:
         """Return how the epoch has ended, empty if it has not; confirm its result, or void it."""
         end = read_key(store, f"{self._epoch}end")
         if end.startswith(_BROKEN):
@@ -300,7 +300,7 @@ class Rendezvous:
         end = store.compare_set(f"{self._epoch}end", "", _COMPLETE)
         return result if end == _COMPLETE else _VOID
 
-    def _find_missing(self, store: Any) -> dict[int, str]:
+    def _find_missing(self, store: Store) -> dict[int, str]:
         entries, ranks = _entries(store, self._epoch), range(self.top.world_size)
         missing = {rank: "never joined" for rank in ranks if rank not in entries}
         if missing or not store.check([f"{self._epoch}result"]):
@@ -309,7 +309,7 @@ class Rendezvous:
         why = "ended or stopped while it joined"
         return {rank: why for rank in ranks if rank not in confirmed}
 
-    def _void(self, store: Any) -> Placement | None:
+    def _void(self, store: Store) -> Placement | None:
         """Void this epoch by compare-and-set; return its result if it was complete before.
 
         No rank may use an epoch that another has left. The others open the next one, where this
@@ -340,7 +340,7 @@ class _Arrival(NamedTuple):
     incarnation: int
 
 
-def _entries(store: Any, epoch: str) -> dict[int, _Arrival]:
+def _entries(store: Store, epoch: str) -> dict[int, _Arrival]:
     """Return the entry of each rank's latest process."""
     lines = store.get(f"{epoch}entries").splitlines()
     entries = sorted((_Arrival(*json.loads(line)) for line in lines), key=lambda e: e.incarnation)

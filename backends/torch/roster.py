@@ -17,7 +17,7 @@ from syncprims.errors import BackendUnavailable
 from syncprims.interface import State
 
 from .board import HostConnection
-from .decisions import read_key
+from .decisions import Store, read_key
 from .rendezvous import HostGroup, Placement, over_key
 from .store import StoreGone, T
 
@@ -44,20 +44,20 @@ class Roster:
         self._read = 0  # lines
         self._counted = 0  # lines that the store's counter had when a heartbeat read the log
 
-    def write(self, store: Any, process: int, said: object) -> None:
+    def write(self, store: Store, process: int, said: object) -> None:
         """Write a line: a host, the number there, or a call."""
         store.append(f"{self._key}/log", f"{json.dumps([process, said])}\n")
         store.add(f"{self._key}/lines", 1)
         self.read(store)
 
-    def read_news(self, store: Any) -> None:
+    def read_news(self, store: Store) -> None:
         """Read the log only if the counter says that there is more: it comes after its line."""
         count = store.add(f"{self._key}/lines", 0)
         if count != self._counted:
             self.read(store)
             self._counted = count
 
-    def read(self, store: Any) -> None:
+    def read(self, store: Store) -> None:
         """Read what others have written since."""
         lines = read_key(store, f"{self._key}/log").splitlines()
         for line in lines[self._read :]:
@@ -74,7 +74,7 @@ class Roster:
                 self.calls[process] = said.encode()
         self._read = len(lines)
 
-    def arrive(self, store: Any, host: HostGroup) -> int:
+    def arrive(self, store: Store, host: HostGroup) -> int:
         """Take the next number, on `host`, and return it."""
         process = self.first - 1 + store.add(f"{self._key}/arrivals", 1)
         self.write(store, process, host)
@@ -141,7 +141,7 @@ class Processes:
         """Return the decision at the store; write it there if there is none, and a `value`."""
         key = self.key("reform", name)
 
-        def decide(store: Any) -> bytes:
+        def decide(store: Store) -> bytes:
             if value:
                 store.compare_set(key, "", value)
             found = read_key(store, key)
@@ -164,25 +164,25 @@ class Processes:
             time.sleep(min(pause, left))
             pause = min(2 * pause, longest)
 
-    def look(self, store: Any) -> None:
+    def look(self, store: Store) -> None:
         """Read what the others have called, and who has ended."""
         self.roster.read(store)
         self._look_at(store, {*self.members, *self._arrived()})
 
-    def look_for_arrivals(self, store: Any) -> None:
+    def look_for_arrivals(self, store: Store) -> None:
         """Read which processes wait to join, and live."""
         if self._open:
             self.roster.read_news(store)
             self._look_at(store, self._arrived())
 
-    def leave(self, store: Any) -> None:
+    def leave(self, store: Store) -> None:
         """Publish that this process ends; the last one publishes that the run has ended."""
         store.set(self.key("left", self.own), "")
         others = [p for p in [*self.roster.local] if self.state(p) == "alive"]
         if self._open and store.check([self.key("left", p) for p in (self.own, *others)]):
             store.set(over_key(self._connection.placement.token), "")
 
-    def _look_at(self, store: Any, processes: Iterable[int]) -> None:
+    def _look_at(self, store: Store, processes: Iterable[int]) -> None:
         hosts = {process: self.roster.host_of[process] for process in processes}
         elsewhere = {p: host for p, host in hosts.items() if host != self._connection.host}
         self._left |= {p for p in elsewhere if store.check([self.key("left", p)])}

@@ -27,6 +27,8 @@ import torch.distributed
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Settings, Topology
 
+from .decisions import Store
+
 dist: Any = torch.distributed  # its types leave out what its documentation names
 T = TypeVar("T")
 _Request: TypeAlias = "tuple[Callable[[Any], Any], futures.Future[Any]]"
@@ -344,6 +346,6 @@ def _get_default_store() -> tuple[Any, Any]:
     return store, inner
 
 
-def _name_run(store: Any) -> str:
+def _name_run(store: Store) -> str:
     """Return a name that all ranks of the default group agree on, and no other group has."""
     return bytes(store.compare_set("syncprims/run", "", secrets.token_hex(8))).decode()

@@ -5,6 +5,14 @@ Here are all the sizes that decide how a value travels, in bytes.
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
+# Neither numpy nor torch need be installed, so checkers of types know nothing of what is theirs.
+Array: TypeAlias = Any  #: an array of numpy, or a tensor of torch
+DType: TypeAlias = Any  #: of an array
+Out: TypeAlias = Any  #: what a result is written into: an array, several of them, or None
+Value: TypeAlias = Any  #: what travels, or a part or a packed form of it
+
 #: An array of fewer bytes is a part of its note. It is about what a small note holds.
 LARGE = 1536
 #: What a note holds of an object, where a board says no other limit: a larger one is an array of

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, TypeGuard, cast
 from syncprims.errors import BackendUnavailable, install
 from syncprims.interface import own_device_index
 
+from . import Array, DType, Out, Value
+
 # -- kinds of values -----------------------------------------------------------------------------
 
 
@@ -83,7 +85,7 @@ def has_devices() -> bool:
     )
 
 
-def is_on_device(value: Any) -> bool:
+def is_on_device(value: Value) -> bool:
     """Return whether `value` is a tensor whose items are on an accelerator."""
     return is_tensor(value) and value.device.type not in ("cpu", "meta")
 
@@ -124,7 +126,7 @@ def strides_kept(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
     return tuple(strides)
 
 
-def laid_out(tensor: Any, strides: Sequence[int]) -> Any:
+def laid_out(tensor: Array, strides: Sequence[int]) -> Any:
     """Return the items of a tensor with these strides: itself, if there are none or it has them."""
     if not strides or tensor.stride() == tuple(strides):
         return tensor
@@ -181,7 +183,7 @@ class Spec(NamedTuple):
         """The spec of what travels for it: a contiguous array in the memory of the host."""
         return self._replace(device="cpu", requires_grad=False, strides=())
 
-    def finish(self, plain: Any, local_rank: int = 0) -> Any:
+    def finish(self, plain: Array, local_rank: int = 0) -> Any:
         """Return such an array with the items of one that :attr:`plain` has made."""
         if self.library == "numpy":
             return plain
@@ -203,7 +205,7 @@ class Spec(NamedTuple):
         return math.prod(self.shape) * int(self.loaded_dtype.itemsize)
 
 
-def library_of(obj: Any) -> str | None:
+def library_of(obj: Value) -> str | None:
     """Return the library whose plain array `obj` is: ``"numpy"`` or ``"torch"``; None if none is.
 
     An instance of a subclass is not plain; but a memory map is, since other ranks get its items
@@ -217,7 +219,7 @@ def library_of(obj: Any) -> str | None:
     return "torch" if is_tensor else None
 
 
-def spec_of(obj: Any) -> Spec | None:
+def spec_of(obj: Value) -> Spec | None:
     """Return what `obj` is, or None unless it is a plain array or a dense tensor."""
     library = library_of(obj)
     if library == "numpy":
@@ -245,13 +247,13 @@ _KNOWN_TO_NUMPY = {
 }  # fmt: skip
 
 
-def is_computable(dtype: Any) -> bool:
+def is_computable(dtype: DType) -> bool:
     """Return whether torch has the arithmetic of its `dtype`; some only store numbers."""
     kind = str(dtype)[6:]
     return kind in _KNOWN_TO_NUMPY or kind.startswith(("bfloat", "float8"))
 
 
-def flat(obj: Any) -> Any:
+def flat(obj: Value) -> Any:
     """Return the items of an array in one dimension: the very memory, where that is contiguous.
 
     As a numpy array if numpy has the dtype and this host has the memory, else as a tensor. Bytes
@@ -273,7 +275,7 @@ def flat(obj: Any) -> Any:
     return plain if len(plain) > 1 else plain.as_strided(plain.shape, (1,))
 
 
-def raw(vector: Any) -> memoryview:
+def raw(vector: Array) -> memoryview:
     """Return the bytes of what :func:`flat` returned."""
     if is_memory(vector):
         return vector
@@ -288,7 +290,7 @@ def raw(vector: Any) -> memoryview:
     return memoryview(vector.view(numpy.uint8))
 
 
-def _memory(tensor: Any, dtype: Any) -> Any:
+def _memory(tensor: Array, dtype: DType) -> Any:
     """Return the very memory of a contiguous tensor as a numpy array of one dimension.
 
     Not by `Tensor.numpy`: that fixes the size of the storage, and a later `resize_` would fail.
@@ -320,7 +322,7 @@ def _memory_from() -> Any:
 
 
 @functools.cache
-def numpy_dtype(dtype: Any) -> Any:
+def numpy_dtype(dtype: DType) -> Any:
     """Return the dtype of numpy that is torch's `dtype`, or None."""
     kind = str(dtype)[6:]
     return load_numpy().dtype(kind) if kind in _KNOWN_TO_NUMPY else None
@@ -331,7 +333,7 @@ def up_to_line(size: int) -> int:
     return -(-size // LINE) * LINE
 
 
-def empty_array(like: Any, shape: int | tuple[int, ...], dtype: Any) -> Any:
+def empty_array(like: Array, shape: int | tuple[int, ...], dtype: DType) -> Any:
     """Return such an array, its contents not set; of the library and on the device of `like`."""
     if is_array(like):
         import numpy
@@ -342,7 +344,7 @@ def empty_array(like: Any, shape: int | tuple[int, ...], dtype: Any) -> Any:
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def without_history(tensor: Any) -> Any:
+def without_history(tensor: Array) -> Any:
     """Return a tensor without what torch knows of its history.
 
     A subclass that leaves its items to torch is then a plain tensor, as on ranks without it.
@@ -351,12 +353,12 @@ def without_history(tensor: Any) -> Any:
 
     bare = tensor.detach()
     kind = cast("Any", type(bare))
-    plain: Any = torch.Tensor
+    plain: Array = torch.Tensor
     is_torchs = kind.__torch_dispatch__ is plain.__torch_dispatch__
     return bare.as_subclass(plain) if kind is not plain and is_torchs else bare
 
 
-def on_host(obj: Any) -> Any:
+def on_host(obj: Value) -> Any:
     """Return an array or tensor in this host's memory: the very one, if it is there."""
     return obj.detach().cpu() if is_on_device(obj) else obj
 
@@ -364,7 +366,7 @@ def on_host(obj: Any) -> Any:
 # -- arrays that are written to ------------------------------------------------------------------
 
 
-def is_fillable(out: Any) -> bool:
+def is_fillable(out: Out) -> bool:
     """Return whether writing to what :func:`flat` returns writes to this array."""
     if is_memory(out):
         return not out.readonly
@@ -373,7 +375,7 @@ def is_fillable(out: Any) -> bool:
     return bool(out.is_contiguous() and not out.is_conj() and not out.is_neg())
 
 
-def may_fill(out: Any, source: Any) -> bool:
+def may_fill(out: Out, source: Array) -> bool:
     """Return whether `out` may be filled item by item while `source` is read in the same way."""
     if not (source.flags.c_contiguous if is_array(source) else source.is_contiguous()):
         return True  # what is read is a copy
@@ -382,11 +384,11 @@ def may_fill(out: Any, source: Any) -> bool:
     return bool(in_place or begin + out.nbytes <= other or other + source.nbytes <= begin)
 
 
-def _begin(obj: Any) -> int:
+def _begin(obj: Value) -> int:
     return int(obj.__array_interface__["data"][0] if is_array(obj) else obj.data_ptr())
 
 
-def mark_written(out: Any) -> None:
+def mark_written(out: Out) -> None:
     """Inform torch that `out` has been written to through its bare memory."""
     if is_tensor(out):
         import torch

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from syncprims._protocol.threads import is_from_signal_handler
 from syncprims.errors import TORN, EncodingError
 
-from . import LARGE
+from . import LARGE, Value
 from .arrays import Spec, flat, on_host, raw, spec_of
 
 _LENGTH = struct.Struct("<Q")
@@ -140,7 +140,7 @@ class _Encoder:
         self._write(obj, out, depth)
         return b"".join(out)
 
-    def _write(self, obj: Any, out: list[bytes], depth: int) -> None:
+    def _write(self, obj: Value, out: list[bytes], depth: int) -> None:
         kind = type(cast("object", obj))
         leaf = LEAVES.get(kind)
         if leaf is not None:
@@ -160,14 +160,14 @@ class _Encoder:
             out.append(_pickled(obj, self._allow_pickle))
             self.pickles = True
 
-    def _write_array(self, spec: Spec, obj: Any, out: list[bytes]) -> None:
+    def _write_array(self, spec: Spec, obj: Value, out: list[bytes]) -> None:
         if self._out_of_band is not None and obj.nbytes >= LARGE:
             self._out_of_band.append(obj)
             out.append(_sized(_OUT_OF_BAND, spec.encode()))
         else:
             out += (_sized(b"a", spec.encode()), _sized(b"", raw(flat(on_host(obj))).tobytes()))
 
-    def _write_container(self, kind: type, obj: Any, out: list[bytes], depth: int) -> None:
+    def _write_container(self, kind: type, obj: Value, out: list[bytes], depth: int) -> None:
         key = id(obj)
         if key in self._open:
             raise _NeedsPickle
@@ -195,7 +195,7 @@ class _Encoder:
         self._open.discard(key)
 
 
-def _spec_of_scalar(obj: Any) -> Spec | None:
+def _spec_of_scalar(obj: Value) -> Spec | None:
     import numpy
 
     scalar = issubclass(type(obj), numpy.generic)

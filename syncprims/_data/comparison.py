@@ -20,7 +20,7 @@ from syncprims._protocol.threads import is_from_signal_handler
 from syncprims.errors import RankMismatch
 from syncprims.interface import Label, Note
 
-from . import codec, values
+from . import Value, codec, values
 from .arrays import flat, is_list_or_tuple, is_tensor, on_host, raw, spec_of
 
 _DIGEST_SIZE = 16
@@ -101,7 +101,7 @@ class _Walk:
         # so that no other object gets their id.
         self._known: dict[int, tuple[Any, bytes]] = {}
 
-    def digest(self, value: Any) -> bytes:
+    def digest(self, value: Value) -> bytes:
         """Return the digest of `value`, or the bytes of a simple one."""
         if type(value) in codec.LEAVES:
             return codec.encode(value)
@@ -117,7 +117,7 @@ class _Walk:
         self._known[key] = value, digest
         return digest
 
-    def _parts(self, value: Any) -> Iterable[bytes | memoryview]:
+    def _parts(self, value: Value) -> Iterable[bytes | memoryview]:
         """Return the digests or bytes that make up `value`.
 
         :raises TypeError: if it has no single form.
@@ -146,7 +146,7 @@ class _Walk:
             _refuse(value, "it has no single form")
         return self._parts_of_array(numpy.asarray(value))
 
-    def _parts_of_array(self, value: Any) -> list[bytes | memoryview]:
+    def _parts_of_array(self, value: Value) -> list[bytes | memoryview]:
         head = f"{value.dtype};{value.shape}".encode()
         if value.dtype.char in "gG":
             raise TypeError(
@@ -168,7 +168,7 @@ def _refuse(value: object, why: str) -> NoReturn:
     )
 
 
-def _parts_of_tensor(value: Any) -> list[bytes | memoryview]:
+def _parts_of_tensor(value: Value) -> list[bytes | memoryview]:
     """Return the bytes of a tensor.
 
     :raises TypeError: for tensors that are not plain rows of numbers.

@@ -18,7 +18,7 @@ from zlib import crc32
 
 from syncprims.errors import EncodingError
 
-from . import LONGEST_DESCRIPTION, arrays, codec, reduction
+from . import LONGEST_DESCRIPTION, Array, DType, Out, Value, arrays, codec, reduction
 from .arrays import Spec, flat, mark_written, spec_of
 
 #: ``reduce(memory, at, out)`` returns the reduction, in the order of ranks, of slots of which
@@ -84,7 +84,7 @@ _KEYS: dict[type, Callable[[Any], Hashable]] = {
 }
 
 
-def make_layout(value: Any, members: int, most: int) -> Layout | None:
+def make_layout(value: Value, members: int, most: int) -> Layout | None:
     """Return the layout of values like this one, which has a key; None if they have none.
 
     A container of arrays with more than `most` bytes has none.
@@ -103,7 +103,7 @@ def make_layout(value: Any, members: int, most: int) -> Layout | None:
     return layout if layout is not None and len(layout.data) <= LONGEST_DESCRIPTION else None
 
 
-def _outline_of(value: Any) -> Any:
+def _outline_of(value: Value) -> Any:
     """Return the fact that all values of one layout share: 0 for a number, an array's spec."""
     kind: Any = type(cast("object", value))
     if kind in _CODES:
@@ -117,7 +117,7 @@ def read_layout(data: bytes, members: int) -> Layout:
     return _layout_of(codec.decode(data, allow_pickle=False, out_of_band=_itself), members)
 
 
-def _layout_of(outline: Any, members: int) -> Layout:
+def _layout_of(outline: Value, members: int) -> Layout:
     if isinstance(outline, Spec):
         return ArrayLayout(outline, members)
     parts = _Container(outline).parts(outline) if type(outline) in _CONTAINERS else [outline]
@@ -128,7 +128,7 @@ def _layout_of(outline: Any, members: int) -> Layout:
 class _Container:
     """A flat dict, list or tuple: how it is taken apart, and made of its parts again."""
 
-    def __init__(self, like: Any) -> None:
+    def __init__(self, like: Array) -> None:
         self._kind: Any = type(like)
         self._keys = tuple(like) if self._kind is dict else ()
         of_dict: Any = cast("Any", dict).values
@@ -152,14 +152,14 @@ class Layout(ABC):
         self.stride = stride
 
     @abstractmethod
-    def write(self, memory: memoryview, at: int, packed: Any) -> None:
+    def write(self, memory: memoryview, at: int, packed: Value) -> None:
         """Write the slot at `at`."""
 
     @abstractmethod
-    def read(self, memory: memoryview, at: int, out: Any = None) -> Any:
+    def read(self, memory: memoryview, at: int, out: Out = None) -> Any:
         """Return the value in the slot at `at`: in `out`, if that is an array."""
 
-    def fits(self, out: Any) -> bool:
+    def fits(self, out: Out) -> bool:
         """Return whether :meth:`read` can fill `out`; else it makes the value."""
         return False
 
@@ -171,7 +171,7 @@ class Layout(ABC):
 class NumberLayout(Layout):
     """A number of at most 64 bits, or a flat dict, list or tuple of numbers."""
 
-    def __init__(self, outline: Any, members: int) -> None:
+    def __init__(self, outline: Value, members: int) -> None:
         """`outline` is such a value of zeros."""
         self.data = codec.encode(outline)
         is_alone = type(outline) not in _CONTAINERS
@@ -194,7 +194,7 @@ class NumberLayout(Layout):
         gap = f"{stride - self._slot.size}x"
         self._slots = struct.Struct(f"<{gap.join([self._contents] * self._members)}")
 
-    def pack(self, value: Any) -> bytes | None:
+    def pack(self, value: Value) -> bytes | None:
         """Return the bytes of the slot; None if an int has more than 64 bits."""
         try:
             body = self._one.pack(*self._numbers(value))
@@ -221,11 +221,11 @@ class NumberLayout(Layout):
             bodies.append(body)
         return numbers.unpack(b"".join(bodies))
 
-    def write(self, memory: memoryview, at: int, packed: Any) -> None:
+    def write(self, memory: memoryview, at: int, packed: Value) -> None:
         """Write the slot at `at`."""
         memory[at : at + len(packed)] = packed
 
-    def read(self, memory: memoryview, at: int, out: Any = None) -> Any:
+    def read(self, memory: memoryview, at: int, out: Out = None) -> Any:
         """Return the value in the slot at `at`."""
         return self._build(self._unpack(self._one, self._slot, memory, at))
 
@@ -288,28 +288,28 @@ class ArrayLayout(Layout):
             self._rows[at] = rows
         return rows
 
-    def write(self, memory: memoryview, at: int, packed: Any) -> None:
+    def write(self, memory: memoryview, at: int, packed: Value) -> None:
         """Write the slot at `at`."""
         self._slot_at(memory, at)[...] = packed
 
-    def read(self, memory: memoryview, at: int, out: Any = None) -> Any:
+    def read(self, memory: memoryview, at: int, out: Out = None) -> Any:
         """Return the value in the slot at `at`: in `out`, if that is an array."""
         value = self._plain.make() if out is None else out
         self.pack(value)[...] = self._slot_at(memory, at)
         return value if out is not None else self.lay_out(value)
 
-    def fits(self, out: Any) -> bool:
+    def fits(self, out: Out) -> bool:
         """Return whether `out` is such an array, and can be written to."""
         return self._can_fill(self._dtype, out)
 
-    def _can_fill(self, dtype: Any, out: Any) -> bool:
+    def _can_fill(self, dtype: DType, out: Out) -> bool:
         if type(out) is not self._kind or out.dtype != dtype or out.shape != self.spec.shape:
             return False
         if not self._is_tensor:
             return bool(out.flags.carray)
         return bool(out.is_cpu and out.layout is self._library.strided and arrays.is_fillable(out))
 
-    def room_for(self, op: str, out: Any) -> Any:
+    def room_for(self, op: str, out: Out) -> Any:
         """Return a contiguous array for the result of `op`: `out`, if it fits."""
         dtype = reduction.result_dtype(self._dtype, op)
         return out if out is not None and self._can_fill(dtype, out) else self._empty(dtype=dtype)
@@ -323,7 +323,7 @@ class ArrayLayout(Layout):
             items_dtype = arrays.numpy_dtype(dtype) if self._is_tensor else dtype
             combine = reduction.array_combiner(op, items_dtype, self._slot_dtype)
 
-        def reduce(memory: memoryview, at: int, out: Any) -> Any:
+        def reduce(memory: memoryview, at: int, out: Out) -> Any:
             result = self._empty(dtype=dtype) if out is None else self.room_for(op, out)
             if self._is_tensor:
                 combine(self._rows_at(memory, at), flat(result))
@@ -338,7 +338,7 @@ class ArrayLayout(Layout):
 class TreeLayout(Layout):
     """A flat dict, list or tuple of small arrays and numbers: a part of the slot for each."""
 
-    def __init__(self, outline: Any, members: int) -> None:
+    def __init__(self, outline: Value, members: int) -> None:
         """`outline` is such a container of zeros and specs."""
         self.data = codec.encode(outline)
         self.stride = 0
@@ -355,18 +355,18 @@ class TreeLayout(Layout):
         for _, layout in self._parts:
             layout.spread(stride)
 
-    def pack(self, value: Any) -> list[Any] | None:
+    def pack(self, value: Value) -> list[Any] | None:
         """Return what :meth:`write` writes; None if an int has more than 64 bits."""
         pairs = zip(self._parts, self._container.parts(value), strict=True)
         packed = [layout.pack(part) for (_, layout), part in pairs]
         return None if any(one is None for one in packed) else packed
 
-    def write(self, memory: memoryview, at: int, packed: Any) -> None:
+    def write(self, memory: memoryview, at: int, packed: Value) -> None:
         """Write the slot at `at`."""
         for (begin, layout), part in zip(self._parts, packed, strict=True):
             layout.write(memory, at + begin, part)
 
-    def read(self, memory: memoryview, at: int, out: Any = None) -> Any:
+    def read(self, memory: memoryview, at: int, out: Out = None) -> Any:
         """Return the value in the slot at `at`."""
         parts = [layout.read(memory, at + begin) for begin, layout in self._parts]
         return self._container.build(parts)
@@ -382,15 +382,15 @@ class TreeLayout(Layout):
         return reduce
 
 
-def _octets(tensor: Any) -> Any:
+def _octets(tensor: Array) -> Any:
     import numpy
 
     return numpy.frombuffer(arrays.raw(flat(tensor)), numpy.uint8)
 
 
-def _itself(value: Any) -> Any:
+def _itself(value: Value) -> Any:
     return value
 
 
-def _alone(number: Any) -> tuple[Any]:
+def _alone(number: Value) -> tuple[Any]:
     return (number,)

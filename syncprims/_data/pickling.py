@@ -9,6 +9,7 @@ import io
 import pickle
 from typing import Any
 
+from . import Value
 from .arrays import has_devices, is_on_device, own_device
 
 
@@ -17,7 +18,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._replaced: dict[int, Any] = {}  # by identity: kept, so that no other object has it
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: Value) -> Any:
         """Return what replaces a tensor on a device; None for anything else."""
         if not is_on_device(obj):
             return None

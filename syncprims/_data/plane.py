@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from syncprims._protocol.rounds import Rounds
 from syncprims.interface import Note, Window
 
-from . import FEW_MEMBERS, LARGE, ONE_PIECE, ONE_ROUND, ONE_ROUND_OF_MANY
+from . import FEW_MEMBERS, LARGE, ONE_PIECE, ONE_ROUND, ONE_ROUND_OF_MANY, Value
 from .arrays import LINE
 from .layouts import ArrayLayout, Layout, key_of, make_layout, read_layout
 from .transport import EngineTransport, SharedMemoryTransport, Transport
@@ -120,7 +120,7 @@ class DataPlane:
 
     # -- what values are -----------------------------------------------------------------------
 
-    def find(self, note: Note, value: Any) -> tuple[Layout, Any, Any] | None:
+    def find(self, note: Note, value: Value) -> tuple[Layout, Any, Any] | None:
         """Return the layout of a value, the value packed, and the call that is prepared, or None.
 
         All of it is None if the value has no layout, or does not fit into it.
@@ -134,7 +134,7 @@ class DataPlane:
             return None
         return layout, packed, self.calls.get((id(note), id(layout)))
 
-    def _add_layout(self, key: Hashable, value: Any) -> Layout | None:
+    def _add_layout(self, key: Hashable, value: Value) -> Layout | None:
         made = make_layout(value, self.count, self._small_slot)
         is_large = isinstance(made, ArrayLayout) and made.spec.nbytes >= LARGE
         if made is None or not (self.is_small(made) or (is_large and self.transport())):

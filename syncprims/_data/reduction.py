@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from syncprims.errors import RankMismatch
 
-from . import arrays
+from . import Array, DType, Out, Value, arrays
 from .arrays import Spec
 
 
@@ -85,14 +85,14 @@ def check_value(value: object, op: str, where: str = "value") -> None:
         raise TypeError(f"{where} is complex; op={op!r} takes numbers that have an order")
 
 
-def _check_array(array: Any, where: str) -> None:
+def _check_array(array: Array, where: str) -> None:
     masked = hasattr(array, "mask")
     if masked or array.dtype.kind in "SUVMm":
         what = "masks some of its items" if masked else f"holds {array.dtype}"
         raise TypeError(f"{where} is an array that {what}; all_reduce takes arrays of numbers")
 
 
-def _check_tensor(tensor: Any, op: str, where: str) -> None:
+def _check_tensor(tensor: Array, op: str, where: str) -> None:
     if tensor.is_nested:
         raise TypeError(f"{where} is a nested tensor; all_reduce takes its parts: unbind()")
     if not arrays.is_computable(tensor.dtype):
@@ -154,14 +154,14 @@ def reduce(
     return reduce_numbers(values, op)
 
 
-def _like_sequence(first: Any, parts: list[Any]) -> Any:
+def _like_sequence(first: Value, parts: list[Any]) -> Any:
     """Return `parts` in a sequence of the type of `first`, as far as that can be made of parts."""
     if hasattr(first, "_fields"):  # a named tuple
         return type(first)(*parts)
     return parts if isinstance(first, list) else tuple(parts)
 
 
-def describe(value: Any) -> str:
+def describe(value: Value) -> str:
     """Return what must agree between ranks. Python's numbers mix: 0 here, and 0.5 there."""
     if arrays.is_dict(value):
         return f"dict with keys {sorted(map(repr, value))}"
@@ -193,7 +193,7 @@ def reduce_numbers(numbers: Sequence[Any], op: str) -> Any:
     return total / len(numbers) if op == "mean" else total
 
 
-def empty_result(value: Any, op: str) -> Any:
+def empty_result(value: Value, op: str) -> Any:
     """Return an array like `value` for the result of `op`, its contents not set."""
     dtype = result_dtype(value.dtype, op)
     strides = arrays.strides_kept(value.shape, value.stride()) if arrays.is_tensor(value) else ()
@@ -203,7 +203,7 @@ def empty_result(value: Any, op: str) -> Any:
 
 
 @functools.cache
-def result_dtype(dtype: Any, op: str) -> Any:
+def result_dtype(dtype: DType, op: str) -> Any:
     """Return the dtype of the reduction of arrays of `dtype`."""
     kind = getattr(dtype, "kind", None)  # None: of torch
     library: Any = sys.modules["torch" if kind is None else "numpy"]
@@ -217,7 +217,7 @@ def result_dtype(dtype: Any, op: str) -> Any:
     return result if kind is None else library.dtype(result)
 
 
-def detached(value: Any) -> Any:
+def detached(value: Value) -> Any:
     """Return `value`, its tensors without what torch knows of their history.
 
     Numbers of numpy are Python's then: what a rank computes by either is reduced alike.
@@ -235,7 +235,7 @@ def detached(value: Any) -> Any:
     return value
 
 
-def combine(parts: Sequence[Any], out: Any, op: str) -> None:
+def combine(parts: Sequence[Any], out: Out, op: str) -> None:
     """Fill `out` with the reduction of `parts`, item by item, in their order.
 
     All are numpy arrays, or all are tensors. Half precision is summed in single precision. So the
@@ -260,7 +260,7 @@ def combine(parts: Sequence[Any], out: Any, op: str) -> None:
 
 
 @functools.cache
-def array_combiner(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any], None]:
+def array_combiner(op: str, dtype: DType, of: Array) -> Callable[[Sequence[Any], Any], None]:
     """Return :func:`combine` for numpy arrays of dtype `of`, and a result of `dtype`.
 
     It has no numpy warnings: as everywhere, an overflow is an infinity.
@@ -271,7 +271,7 @@ def array_combiner(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any
     wide = numpy.dtype("f4") if kind == "f" and dtype.itemsize == 2 else dtype
     direct = of == wide
 
-    def fill(parts: Sequence[Any], out: Any) -> None:
+    def fill(parts: Sequence[Any], out: Out) -> None:
         total = out if wide is dtype else numpy.empty(out.shape, wide)
         if direct and len(parts) > 1:
             function(parts[0], parts[1], out=total)
@@ -287,14 +287,14 @@ def array_combiner(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any
         if total is not out:
             out[...] = total
 
-    def fill_without_warnings(parts: Sequence[Any], out: Any) -> None:
+    def fill_without_warnings(parts: Sequence[Any], out: Out) -> None:
         with numpy.errstate(all="ignore"):
             fill(parts, out)
 
     return fill_without_warnings if kind in "fc" else fill
 
 
-def _combine_tensors(parts: Sequence[Any], op: str, out: Any) -> None:
+def _combine_tensors(parts: Sequence[Any], op: str, out: Out) -> None:
     import torch
 
     function = getattr(torch, _FUNCTIONS.get(op, "add"))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from syncprims._protocol.rounds import RoundSequence
 from syncprims.interface import DeviceEngine, Engine, Window
 
-from . import ENGINE_BROADCAST, ENGINE_PIECE, LEAST_PIECE, MOST_PIECE
+from . import ENGINE_BROADCAST, ENGINE_PIECE, LEAST_PIECE, MOST_PIECE, Array
 from .arrays import (
     LINE,
     empty_array,
@@ -32,8 +32,8 @@ Parts = Sequence[tuple[int, memoryview]]
 class Operand(NamedTuple):
     """One array to reduce, and where its reduction goes."""
 
-    mine: Any
-    result: Any
+    mine: Array
+    result: Array
 
 
 class Transport(ABC):
@@ -88,7 +88,7 @@ class Transport(ABC):
             self._device_engine.all_reduce(room, op)
             _copy_back([one.result], [room])
 
-    def _takes(self, array: Any, op: str | None = None) -> bool:
+    def _takes(self, array: Array, op: str | None = None) -> bool:
         """Return whether the array goes from device to device."""
         engine = self._device_engine
         return bool(engine and is_on_device(array) and engine.takes(array, op))
@@ -102,7 +102,7 @@ class Transport(ABC):
         """Reduce arrays of the hosts' memory."""
 
     @abstractmethod
-    def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
+    def gather(self, sequence: RoundSequence, mine: Array, rooms: Sequence[Any | None]) -> None:
         """Fill ``rooms[i]``, contiguous, with the `mine` of member number i, in hosts' memory.
 
         What a member has no room for, it leaves.
@@ -116,7 +116,7 @@ class Transport(ABC):
         """
 
 
-def _host_room(target: Any) -> Any:
+def _host_room(target: Array) -> Any:
     """Return `target` if it is contiguous in this host's memory, else such an array for it."""
     here = not is_on_device(target) and is_fillable(target)
     return target if here else target.new_empty(target.shape, device="cpu")
@@ -186,7 +186,7 @@ class SharedMemoryTransport(Transport):
                 part = Operand(mine[at : at + most], result[at : at + most])
                 yield _Piece(memory, members, sequence.index, self._half - results, part)
 
-    def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
+    def gather(self, sequence: RoundSequence, mine: Array, rooms: Sequence[Any | None]) -> None:
         """Fill ``rooms[i]`` with the `mine` of member number i, a piece of all at a time."""
         me, members = sequence.index, len(rooms)
         data, targets = raw(flat(mine)), [None if r is None else raw(flat(r)) for r in rooms]
@@ -285,7 +285,7 @@ class _Piece:
         combine(inputs, result, op)
         raw(self._result[part])[:] = raw(result)
 
-    def _view(self, at: int, like: Any) -> Any:
+    def _view(self, at: int, like: Array) -> Any:
         """Return the items of this rank's part at `at` of the window, of the kind of `like`."""
         begin, count = at + self._part.start * like.itemsize, self._part.stop - self._part.start
         if is_array(like):
@@ -335,7 +335,7 @@ class EngineTransport(Transport):
 
         self._between_rounds(sequence, carry)
 
-    def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
+    def gather(self, sequence: RoundSequence, mine: Array, rooms: Sequence[Any | None]) -> None:
         """Fill ``rooms[i]`` with the `mine` of member number i."""
         import numpy
 

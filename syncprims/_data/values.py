@@ -17,7 +17,7 @@ from syncprims._protocol.rounds import Rounds, RoundSequence
 from syncprims.errors import EncodingError, RankMismatch
 from syncprims.interface import Label, Mark, Note
 
-from . import LARGEST_NOTE, codec, reduction
+from . import LARGEST_NOTE, Out, Value, codec, reduction
 from .arrays import Spec, is_array, is_tensor, library_of, mark_written, may_fill
 from .codec import decode_size, encode_size, holds_pickle
 from .layouts import ArrayLayout, Layout
@@ -39,7 +39,7 @@ class _PreparedCall:
 
     only_source_writes = False
 
-    def __init__(self, plane: DataPlane, layout: Layout, note: Note, value: Any = None) -> None:
+    def __init__(self, plane: DataPlane, layout: Layout, note: Note, value: Value = None) -> None:
         """Prepare the calls whose plain note is `note`, with values like `value`.
 
         :raises OSError: if there is no space for the slots.
@@ -59,7 +59,7 @@ class _PreparedCall:
         label = plain.kind, plain.name, plain.src, plain.op, plain.site, layout.data
         self.header = notes_of(*label)[0]  #: the note, with the description of the value
 
-    def write(self, packed: Any) -> None:
+    def write(self, packed: Value) -> None:
         """Write this rank's slot for the round that it posts next."""
         at = self._half * (self._board.posted + 1 & 1)
         self.layout.write(self._memory, at + self._own_at, packed)
@@ -78,18 +78,20 @@ class _PreparedCall:
                 return False
         return True
 
-    def first_round(self, packed: Any, value: Any, out: Any, timeout: float | None) -> _FirstRound:
+    def first_round(
+        self, packed: Value, value: Value, out: Out, timeout: float | None
+    ) -> _FirstRound:
         """Return the first round of a call with `value`, which is `packed`."""
         write = partial(self.write, packed) if self._in_slots else None
         return self.header, partial(self._read, timeout, value, out), write
 
-    def _read(self, timeout: float | None, value: Any, out: Any, notes: Sequence[Note]) -> Any:
+    def _read(self, timeout: float | None, value: Value, out: Out, notes: Sequence[Note]) -> Any:
         """Return the result of the call."""
         raise NotImplementedError
 
 
 def _call(
-    cls: Any, rounds: Rounds, note: Note, value: Any, out: Any, timeout: float | None, *more: Any
+    cls: Any, rounds: Rounds, note: Note, value: Value, out: Out, timeout: float | None, *more: Any
 ) -> Any:
     """Return the result of a call of this class; if it cannot begin, the others get a `PeerFailed`.
 
@@ -116,7 +118,7 @@ def _call(
 # -- any object, encoded ---------------------------------------------------------------------------
 
 
-def _check_encodable(rounds: Rounds, label: Label, obj: Any) -> None:
+def _check_encodable(rounds: Rounds, label: Label, obj: Value) -> None:
     """Accept an object that could travel, in a world where it need not.
 
     :raises EncodingError: as where it does.
@@ -144,7 +146,7 @@ def _name_call(rounds: Rounds, label: Label, error: EncodingError, about: str = 
     error.args = (f"{label}: {about}{error}",)
 
 
-def _decode(sequence: RoundSequence, src: int, payload: bytes, out_of_band: Any = None) -> Any:
+def _decode(sequence: RoundSequence, src: int, payload: bytes, out_of_band: Out = None) -> Any:
     """Return the object that rank `src` has sent; an error names the call and that rank."""
     rounds = sequence.rounds
     try:
@@ -223,7 +225,7 @@ class _Gather(_PreparedCall):
     """An ``all_gather`` of values of one layout; other members may bring another one."""
 
     @staticmethod
-    def first_of_any(sequence: RoundSequence, obj: Any, outs: Any) -> _FirstRound:
+    def first_of_any(sequence: RoundSequence, obj: Value, outs: Out) -> _FirstRound:
         """Return the first round for any object."""
         rounds, note = sequence.rounds, sequence.note
         if len(rounds.members) == 1:
@@ -234,7 +236,7 @@ class _Gather(_PreparedCall):
         return first_note, partial(_gather_any, sequence, obj, payload, outs), None
 
     def _read(
-        self, timeout: float | None, value: Any, out: Any, notes: Sequence[Note]
+        self, timeout: float | None, value: Value, out: Out, notes: Sequence[Note]
     ) -> list[Any]:
         if not (self._in_slots and self._is_in_all(notes)):
             sequence = RoundSequence(self._rounds, self.note, timeout)
@@ -251,7 +253,7 @@ class _Gather(_PreparedCall):
 
 
 def gather(
-    rounds: Rounds, note: Note, obj: Any, timeout: float | None, outs: Sequence[Any] | None = None
+    rounds: Rounds, note: Note, obj: Value, timeout: float | None, outs: Sequence[Any] | None = None
 ) -> list[Any]:
     """Return every member's object, in the order of ranks; one's own is the very object.
 
@@ -262,7 +264,7 @@ def gather(
     return values
 
 
-def gather_within(sequence: RoundSequence, obj: Any) -> list[Any]:
+def gather_within(sequence: RoundSequence, obj: Value) -> list[Any]:
     """Return every member's object as :func:`gather`, as a part of another call."""
     first_note, read, _ = sequence.attempt(lambda: _Gather.first_of_any(sequence, obj, None))
     values: list[Any] = read(sequence.meet(first_note))
@@ -270,7 +272,7 @@ def gather_within(sequence: RoundSequence, obj: Any) -> list[Any]:
 
 
 def _gather_any(
-    sequence: RoundSequence, obj: Any, payload: bytes | None, outs: Any, notes: Sequence[Note]
+    sequence: RoundSequence, obj: Value, payload: bytes | None, outs: Out, notes: Sequence[Note]
 ) -> list[Any]:
     """Return all members' objects of all kinds; `payload` is this rank's, if it is encoded."""
     rounds, me = sequence.rounds, sequence.index
@@ -331,7 +333,9 @@ class _Broadcast(_PreparedCall):
 
     only_source_writes = True
 
-    def first_round(self, packed: Any, value: Any, out: Any, timeout: float | None) -> _FirstRound:
+    def first_round(
+        self, packed: Value, value: Value, out: Out, timeout: float | None
+    ) -> _FirstRound:
         """Return the source's round."""
         rounds = self._rounds
         if DataPlane.of(rounds).reaches_all(self.layout):
@@ -342,7 +346,7 @@ class _Broadcast(_PreparedCall):
         return header, partial(_send, sequence, value, out, [value]), None
 
     @staticmethod
-    def first_of_any(sequence: RoundSequence, obj: Any, out: Any) -> _FirstRound:
+    def first_of_any(sequence: RoundSequence, obj: Value, out: Out) -> _FirstRound:
         """Return the source's first round for any object."""
         rounds, label = sequence.rounds, sequence.note.label
         if len(rounds.members) == 1:
@@ -368,7 +372,7 @@ class _Broadcast(_PreparedCall):
         """Return whether what came with the source's note has this layout."""
         return note is self.header or note.label.data == self.layout.data
 
-    def read(self, out: Any) -> Any:
+    def read(self, out: Out) -> Any:
         """Return the value in the source's slot: in `out`, if that fits."""
         layout = self.layout
         place = out if out is not None and layout.fits(out) else None
@@ -380,7 +384,7 @@ class _Broadcast(_PreparedCall):
 
 
 def broadcast(
-    rounds: Rounds, note: Note, obj: Any, src: int, out: Any, timeout: float | None
+    rounds: Rounds, note: Note, obj: Value, src: int, out: Out, timeout: float | None
 ) -> Any:
     """Return `src`'s object on every member, an array in `out` where that fits."""
     if src != rounds.rank:
@@ -389,7 +393,7 @@ def broadcast(
 
 
 def _send(
-    sequence: RoundSequence, obj: Any, out: Any, arrays: Sequence[Any], _: Sequence[Note]
+    sequence: RoundSequence, obj: Value, out: Out, arrays: Sequence[Any], _: Sequence[Note]
 ) -> Any:
     """Send the arrays that follow the first note."""
     plane = DataPlane.of(sequence.rounds)
@@ -398,7 +402,7 @@ def _send(
     return copy_into(sequence.rounds, out, obj)
 
 
-def _receive(rounds: Rounds, note: Note, src: int, out: Any, timeout: float | None) -> Any:
+def _receive(rounds: Rounds, note: Note, src: int, out: Out, timeout: float | None) -> Any:
     """Return what `src` sends; most likely it is like the last object that came to this site."""
     plane = DataPlane.of(rounds)
     expected: _Broadcast | None = plane.calls.get(id(note))
@@ -416,7 +420,7 @@ def _receive(rounds: Rounds, note: Note, src: int, out: Any, timeout: float | No
     return rounds.meet(note if expected is None else expected.header, timeout, read)
 
 
-def _receive_any(sequence: RoundSequence, sent: Note, src: int, out: Any) -> Any:
+def _receive_any(sequence: RoundSequence, sent: Note, src: int, out: Out) -> Any:
     """Return what follows the first note of `src`, or is in it."""
     rounds = sequence.rounds
     plane, index = DataPlane.of(rounds), rounds.members.index(src)
@@ -453,14 +457,14 @@ def _receive_any(sequence: RoundSequence, sent: Note, src: int, out: Any) -> Any
 class _Reduction(_PreparedCall):
     """An ``all_reduce`` of values of one layout."""
 
-    def __init__(self, plane: DataPlane, layout: Layout, note: Note, value: Any, op: str) -> None:
+    def __init__(self, plane: DataPlane, layout: Layout, note: Note, value: Value, op: str) -> None:
         reduction.check_value(value, op)
         super().__init__(plane, layout, note, value)
         self._op = op
         self._reduce = layout.reducer(op)
 
     @staticmethod
-    def first_of_any(sequence: RoundSequence, value: Any, out: Any, op: str) -> _FirstRound:
+    def first_of_any(sequence: RoundSequence, value: Value, out: Out, op: str) -> _FirstRound:
         """Return the first round of the reduction of any value."""
         rounds, note = sequence.rounds, sequence.note
         reduction.check_value(value, op)
@@ -476,7 +480,7 @@ class _Reduction(_PreparedCall):
         first_note = Note(note.label, mark, payload)
         return first_note, partial(_reduce_any, sequence, arrays, op, out), None
 
-    def _read(self, timeout: float | None, value: Any, out: Any, notes: Sequence[Note]) -> Any:
+    def _read(self, timeout: float | None, value: Value, out: Out, notes: Sequence[Note]) -> Any:
         is_in_all = self._is_in_all(notes)
         if is_in_all and self._in_slots:
             result = self._reduce(self._memory, self._begin_reading(), out)
@@ -495,7 +499,7 @@ class _Reduction(_PreparedCall):
 
 
 def all_reduce(
-    rounds: Rounds, note: Note, value: Any, op: str, out: Any, timeout: float | None
+    rounds: Rounds, note: Note, value: Value, op: str, out: Out, timeout: float | None
 ) -> Any:
     """Return the reduction over all members, an array in `out` where that fits."""
     try:
@@ -511,7 +515,7 @@ def all_reduce(
 
 
 def _reduce_any(
-    sequence: RoundSequence, mine: list[Any], op: str, out: Any, notes: Sequence[Note]
+    sequence: RoundSequence, mine: list[Any], op: str, out: Out, notes: Sequence[Note]
 ) -> Any:
     """Return the reduction of values that may differ in kind, or raise how they differ.
 
@@ -584,7 +588,7 @@ def _is_of_reduction(error: BaseException) -> bool:
 # -- the caller's own array ------------------------------------------------------------------------
 
 
-def copy_into(rounds: Rounds, out: Any, value: Any) -> Any:
+def copy_into(rounds: Rounds, out: Out, value: Value) -> Any:
     """Return `out`, now holding `value`; or `value`, if `out` is None or has been filled.
 
     That `out` does not fit is this rank's own error: the call itself has succeeded.
@@ -610,7 +614,7 @@ def copy_into(rounds: Rounds, out: Any, value: Any) -> Any:
     return out
 
 
-def _find_misfit(out: Any, value: Any) -> Exception | None:
+def _find_misfit(out: Out, value: Value) -> Exception | None:
     """Return why `out` cannot hold `value`, None if it can.
 
     It is returned, since an exception in here would come from outside, as from a signal handler.
@@ -637,6 +641,6 @@ def _find_misfit(out: Any, value: Any) -> Exception | None:
     return None
 
 
-def _with_article(value: Any) -> str:
+def _with_article(value: Value) -> str:
     text = reduction.describe(value)
     return f"{'an' if text[0] in 'aeiou' else 'a'} {text}"
