@@ -234,9 +234,8 @@ class FileBackend(Backend):
         """Return the processes that wait to join."""
         if not self.settings.elastic:
             return []
-        found = [
-            p for p in range(self._next, self.liveness.count_processes()) if p not in self.members
-        ]
+        count = self.liveness.count_processes()
+        found = [p for p in range(self._next, count) if p not in self.members]
         living = [process for process in found if self.state(process) == "alive"]
         if found and not living:
             self._next = found[-1] + 1

@@ -286,11 +286,7 @@ class SharedMemoryBoard(Board):
         if not ended or self.notes(number) is not None:
             return False
         words = WORD.iter_unpack(self._memory[self._rows[number % CELLS]])
-        absent = {
-            process
-            for process, word in zip(self.processes, words, strict=True)
-            if word[0] != number
-        }
+        absent = {p for p, word in zip(self.processes, words, strict=True) if word[0] != number}
         return any(ends_round(state, process in absent) for process, state in ended)
 
     def notes(self, number: int) -> tuple[Note, ...] | None:

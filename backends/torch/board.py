@@ -24,16 +24,7 @@ from ..file.board import FIRST_NAP, LONGEST_NAP, NAPS, SharedMemoryBoard
 from ..file.description import HostReport
 from ..file.liveness import Liveness
 from ..file.memory import Fence
-from .decisions import (
-    COMPLETE,
-    END,
-    VERDICT,
-    Decisions,
-    MemberEnd,
-    Store,
-    decode_notes,
-    read_key,
-)
+from .decisions import COMPLETE, END, VERDICT, Decisions, MemberEnd, Store, decode_notes, read_key
 from .engines import GlooEngine
 from .host_state import ELSEWHERE, Heartbeat, HostState
 from .rendezvous import Placement

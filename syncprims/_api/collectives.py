@@ -18,12 +18,7 @@ from syncprims._data.partition import split as split_items
 from syncprims._data.reduction import Op
 from syncprims._protocol.validation import Seconds, require, seconds
 from syncprims._world.group import CallOptions, Group, innermost_group
-from syncprims._world.runtime import (
-    get_active_group,
-    get_host_number,
-    get_topology,
-    running_world,
-)
+from syncprims._world.runtime import get_active_group, get_host_number, get_topology, get_world
 from syncprims._world.sequential import InTurn, MainFirst
 
 T = TypeVar("T")
@@ -107,7 +102,7 @@ def group(ranks: Sequence[int]) -> Group:
     :raises TypeError: if a rank is not a whole number.
     :raises SyncError: if the ranks do not meet, as :func:`barrier`.
     """
-    return running_world().make_group(ranks)
+    return get_world().make_group(ranks)
 
 
 def barrier(
@@ -295,7 +290,7 @@ def main_first(
                 f"main_first(local=True, group={group!r}): local=True selects the group of "
                 f"this node's ranks; pass only one of the two"
             )
-        return running_world(timeout).main_first_on_node(name, seconds(timeout))
+        return get_world(timeout).main_first_on_node(name, seconds(timeout))
     members = get_active_group(timeout) if group is None else _checked(group)
     return members.main_first(name=name, timeout=timeout)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overl
 
 from syncprims._protocol.validation import whole_number
 from syncprims._world.group import SharedResult, innermost_group
-from syncprims._world.runtime import get_host_number, get_topology, running_world
+from syncprims._world.runtime import get_host_number, get_topology, get_world
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -113,7 +113,7 @@ class _Choice(NamedTuple):
         :raises ValueError: if not all of them are in the group that is entered: no other rank
             makes the call.
         """
-        world, within = running_world(), innermost_group()
+        world, within = get_world(), innermost_group()
         members = world.node_group() if self.local else world.group
         src = members.ranks[-1 if self.number is None else self.number]
         needed = members.ranks if self.local else (src,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar, cast
 
 from syncprims._protocol.validation import Seconds, seconds, whole_number
-from syncprims._world.runtime import reform_world, running_world
+from syncprims._world.runtime import get_world, reform_world
 from syncprims._world.world import Change
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ def hand_over(tree: T, change: Change) -> T:
         a checkpoint instead.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    world = running_world()
+    world = get_world()
     if change.epoch != world.epoch:
         raise ValueError(
             f"change is of epoch {change.epoch}, and the world is in epoch {world.epoch}: pass the "

@@ -25,7 +25,7 @@ from .plane import DataPlane
 from .transport import Operand
 
 #: What a call makes its first round of: its note, ``read(notes)``, and what writes its slot.
-_FirstRound = tuple[Note, Callable[[Sequence[Note]], Any], Callable[[], object] | None]
+_First = tuple[Note, Callable[[Sequence[Note]], Any], Callable[[], object] | None]
 
 #: What Python, numpy and torch raise where numbers cannot be reduced: the same on all ranks.
 _NO_RESULT = (TypeError, ValueError, LookupError, OverflowError, ArithmeticError)
@@ -78,9 +78,7 @@ class _PreparedCall:
                 return False
         return True
 
-    def first_round(
-        self, packed: Value, value: Value, out: Out, timeout: float | None
-    ) -> _FirstRound:
+    def first_round(self, packed: Value, value: Value, out: Out, timeout: float | None) -> _First:
         """Return the first round of a call with `value`, which is `packed`."""
         write = partial(self.write, packed) if self._in_slots else None
         return self.header, partial(self._read, timeout, value, out), write
@@ -225,7 +223,7 @@ class _Gather(_PreparedCall):
     """An ``all_gather`` of values of one layout; other members may bring another one."""
 
     @staticmethod
-    def first_of_any(sequence: RoundSequence, obj: Value, outs: Out) -> _FirstRound:
+    def first_of_any(sequence: RoundSequence, obj: Value, outs: Out) -> _First:
         """Return the first round for any object."""
         rounds, note = sequence.rounds, sequence.note
         if len(rounds.members) == 1:
@@ -333,9 +331,7 @@ class _Broadcast(_PreparedCall):
 
     only_source_writes = True
 
-    def first_round(
-        self, packed: Value, value: Value, out: Out, timeout: float | None
-    ) -> _FirstRound:
+    def first_round(self, packed: Value, value: Value, out: Out, timeout: float | None) -> _First:
         """Return the source's round."""
         rounds = self._rounds
         if DataPlane.of(rounds).reaches_all(self.layout):
@@ -346,7 +342,7 @@ class _Broadcast(_PreparedCall):
         return header, partial(_send, sequence, value, out, [value]), None
 
     @staticmethod
-    def first_of_any(sequence: RoundSequence, obj: Value, out: Out) -> _FirstRound:
+    def first_of_any(sequence: RoundSequence, obj: Value, out: Out) -> _First:
         """Return the source's first round for any object."""
         rounds, label = sequence.rounds, sequence.note.label
         if len(rounds.members) == 1:
@@ -464,7 +460,7 @@ class _Reduction(_PreparedCall):
         self._reduce = layout.reducer(op)
 
     @staticmethod
-    def first_of_any(sequence: RoundSequence, value: Value, out: Out, op: str) -> _FirstRound:
+    def first_of_any(sequence: RoundSequence, value: Value, out: Out, op: str) -> _First:
         """Return the first round of the reduction of any value."""
         rounds, note = sequence.rounds, sequence.note
         reduction.check_value(value, op)

@@ -156,8 +156,7 @@ class DeadlockDetector:
         self._looks += 1
         me, boards = self._backend.topology.rank, awaited.boards
         states = {rank: board.status(rank).state for board in boards for rank in board.members}
-        living = ("alive", "unknown")
-        others = [rank for rank, state in states.items() if state in living and rank != me]
+        others = [r for r, state in states.items() if state in ("alive", "unknown") and r != me]
         at = [me, self._ended]
         wait = {"call": awaited.call, "at": at, "any": errors.format_ranks(others)}
         error = self._verdict_about(at, others) or self._search(wait, others)
@@ -175,14 +174,11 @@ class DeadlockDetector:
         if not alone and threads_that_may_call() - self._waits.keys():
             self._publish({})  # while this thread waits, another may post
             return None
-        mine = [*self._waits.copy().values()]
+        mine, boards = [*self._waits.copy().values()], self._boards
         statement = {
             "ended": self._ended,
             "waits": mine,
-            "posted": {
-                group: board.posted + promised()
-                for board, (group, _, promised) in self._boards.items()
-            },
+            "posted": {group: b.posted + promised() for b, (group, _, promised) in boards.items()},
         }
         if any("any" in thread for thread in mine):
             statement["looks"] = self._looks

@@ -271,8 +271,7 @@ class Rounds:
         :raises OSError: if the disk has no room; the others get a `PeerFailed`.
         """
         board = self.board
-        if board.posted - board.collected >= board.depth:
-            self.make_room(timeout)
+        self.make_room(timeout)
         before = board.posted
         try:
             board.post(note)
@@ -300,9 +299,8 @@ class Rounds:
 
     def collect(self, timeout: float | None) -> Sequence[Note]:
         """Collect the oldest round, and check that all members made the same call."""
-        limit = self._first_look
-        if timeout is not None and timeout < limit:
-            limit = min(timeout, self.settings.warn_after)
+        look = self._first_look
+        limit = look if timeout is None else min(look, timeout, self.settings.warn_after)
         return self._complete(self._collect(limit), limit, timeout)
 
     def _collect(self, limit: float) -> Sequence[Note] | None:

@@ -32,7 +32,7 @@ from .membership import await_admission, is_joining, join_epoch, reform
 from .nodes import place_on_nodes, without_nodes
 from .registry import choose_backend, find_end_recorder
 from .settings import STOP_NOTE, derive_store, find_misspelt, read_settings
-from .world import Change, RunningWorld, World, report_failure, report_to_torchrun
+from .world import Change, RunningWorld, World, dump_failure, report_failure, report_to_torchrun
 
 MakeBackend = Callable[[type[Backend], Topology, Settings], Backend]
 
@@ -137,10 +137,10 @@ def current(timeout: Seconds = None) -> World:
     :raises WorldClosed: after :func:`shutdown`.
     :raises ForkedProcess: in a forked child, which is not a rank.
     """
-    return running_world(timeout)
+    return get_world(timeout)
 
 
-def running_world(timeout: Seconds = None) -> RunningWorld:
+def get_world(timeout: Seconds = None) -> RunningWorld:
     """As :func:`current`, with what the rest of the library needs of a world."""
     world = _state.world
     if world is not None:
@@ -180,7 +180,7 @@ def get_active_group(timeout: Seconds = None) -> Group:
     if _C10D in _modules and _get_process_group() is not _state.process_group():
         _check_process_group(_state)
     groups = entered.get()
-    return groups[-1] if groups else (_state.world or running_world(timeout)).group
+    return groups[-1] if groups else (_state.world or get_world(timeout)).group
 
 
 def get_extras() -> dict[str, Any]:
@@ -200,7 +200,7 @@ def get_extras() -> dict[str, Any]:
 
 def reform_world(min_ranks: int, timeout: float | None) -> Change:
     """As :func:`syncprims.reform`."""
-    world = running_world()
+    world = get_world()
     change = reform(world, min_ranks, world.timeout if timeout is None else timeout)
     _take_topology(_get_state(), world)
     return change
@@ -353,7 +353,7 @@ def join_as(variables: Mapping[str, str]) -> RunningWorld:
     except BaseException:
         state.environ = os.environ
         raise
-    return running_world()
+    return get_world()
 
 
 def keep_until_exit(name: object, thing: object) -> None:
@@ -487,7 +487,7 @@ def _start_once(state: _State, backend: str | None, settings: Settings) -> Runni
         _take_topology(state, world)
         state.in_vain = ""
         if settings.error_file is not None:  # the failure of an earlier world is over
-            report_failure(settings.error_file, topology.rank, None)
+            report_failure(settings.error_file, None)
         _check_process_group(state)
     except BaseException as error:
         # It never ran, and `init` may try again. But where ranks may have met already, a mere call
@@ -645,7 +645,7 @@ def _end_process(error: BaseException | None) -> None:
             report_to_torchrun(path, error)
         if (path := environ.get(_OUR_FILE)) and _state.running is None:
             with contextlib.suppress(SyncError):
-                report_failure(path, launchers.detect(environ).rank, error)
+                report_failure(path, dump_failure(launchers.detect(environ).rank, error))
     _end(_state, error)
 
 

@@ -465,11 +465,11 @@ class RunningWorld(World):
 
     def leave(self, error: BaseException | None) -> None:
         """Close the backend; `error` is the reason that the others raise, if there is one."""
-        failure = _encode(self.rank, error)
+        failure = dump_failure(self.rank, error)
         with contextlib.suppress(Exception):  # whatever it is, the rank leaves
             self._at_end.close()
         if self.settings.error_file is not None:
-            _report_end(self.settings.error_file, failure)
+            report_failure(self.settings.error_file, failure)
         if self._recorder is not None:
             self._recorder.leave(error)
         self.backend.close(failure)
@@ -509,9 +509,16 @@ def _make_recorder(settings: Settings, topology: Topology) -> Recorder:
     return made
 
 
-def report_failure(path: str, rank: int, error: BaseException | None) -> None:
-    """Write why `rank` has failed where the launcher looks; None removes an earlier reason."""
-    _report_end(path, _encode(rank, error))
+def report_failure(path: str, failure: bytes | None) -> None:
+    """Write why a rank has failed where the launcher looks; None removes an earlier reason."""
+    # If it cannot be written, the launcher still has the exit code and stderr.
+    with contextlib.suppress(OSError):
+        if failure is None:
+            os.unlink(path)  # noqa: PTH108 - pathlib is slow to import
+            return
+        with open(f"{path}.new", "wb") as file:  # noqa: PTH123
+            file.write(failure)
+        os.replace(f"{path}.new", path)  # noqa: PTH105
 
 
 def report_to_torchrun(path: str, error: BaseException) -> None:
@@ -525,22 +532,11 @@ def report_to_torchrun(path: str, error: BaseException) -> None:
         file.write(text)
 
 
-def _encode(rank: int, error: BaseException | None) -> bytes | None:
+def dump_failure(rank: int, error: BaseException | None) -> bytes | None:
+    """Return what others raise because of `error` of this rank, if there is one."""
     if error is None:
         return None
     return errors.dump(errors.PeerFailed.from_failure(errors.Failure.of(rank, error)))
-
-
-def _report_end(path: str, failure: bytes | None) -> None:
-    """Write the reason where the launcher looks; a normal end removes an earlier one."""
-    # If it cannot be written, the launcher still has the exit code and stderr.
-    with contextlib.suppress(OSError):
-        if failure is None:
-            os.unlink(path)  # noqa: PTH108 - pathlib is slow to import
-            return
-        with open(f"{path}.new", "wb") as file:  # noqa: PTH123
-            file.write(failure)
-        os.replace(f"{path}.new", path)  # noqa: PTH105
 
 
 @functools.cache  # reading it takes as long as a hundred barriers

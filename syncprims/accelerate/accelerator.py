@@ -16,7 +16,7 @@ from torch import nn
 
 import syncprims
 from syncprims import training
-from syncprims._world.runtime import running_world
+from syncprims._world.runtime import get_world
 from syncprims.training import Accumulator, gathering
 from syncprims.training import PreparedOptimizer as AcceleratedOptimizer
 from syncprims.training import PreparedScheduler as AcceleratedScheduler
@@ -105,7 +105,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         window = _window(gradient_accumulation_plugin, gradient_accumulation_steps)
         vars(self).update(configuration.named_handlers(kwargs_handlers))
         if self.init_handler is not None and self.init_handler.timeout is not None:
-            running_world().set_timeout(self.init_handler.timeout.total_seconds())
+            get_world().set_timeout(self.init_handler.timeout.total_seconds())
         device = _device(cpu)
         mode = getattr(mixed_precision, "value", mixed_precision)  # of an enumeration
         mode = mode or os.environ.get("ACCELERATE_MIXED_PRECISION")

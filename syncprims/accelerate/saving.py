@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 import syncprims
 from syncprims import CheckpointError, get_rank, get_world_size, is_main, training
-from syncprims._world.runtime import running_world
+from syncprims._world.runtime import get_world
 from syncprims.training import Accumulator, Saving, Stateful, unwrap_model
 from syncprims.training.checkpoints import filesystem
 from syncprims.training.checkpoints.coordination import coordinate, directory_path, meet
@@ -235,7 +235,7 @@ class Checkpointing:
             with _for_all_ranks("save_model()"):
                 training.save_model(*arguments)
         elif is_main():
-            with running_world().own_group():
+            with get_world().own_group():
                 training.save_model(*arguments)
 
     @property
@@ -383,7 +383,7 @@ def _save_alone(
     :raises CheckpointError: on this rank, if it cannot write its part.
     """
     path = directory_path(path)
-    with running_world().own_group():
+    with get_world().own_group():
         # The ranks' parts may come in any order.
         coordinate(f"save_state to {path}", lambda: filesystem.make_directory(path))
         common = objects()
@@ -419,7 +419,7 @@ def _load_alone(path: str, objects: Callable[[], Mapping[str, Stateful]]) -> Non
         return
 
     def read() -> bool:
-        with running_world().own_group():
+        with get_world().own_group():
             training.load_state(path, objects(), rng=is_main())
             if is_main():
                 return True

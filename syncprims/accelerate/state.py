@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 import syncprims
-from syncprims._world.runtime import running_world
+from syncprims._world.runtime import get_world
 from syncprims._world.sequential import MainFirst
 from syncprims.training import Accumulator, rank_device
 from syncprims.training.optimizer import delegated
@@ -125,7 +125,7 @@ class PartialState(RankCalls):
     initialized = True
 
     def __init__(self, cpu: bool = False, **options: Any) -> None:
-        world = running_world()
+        world = get_world()
         self.__dict__ = world.extras.setdefault(_STATE, {})
         if (timeout := options.get("timeout")) is not None:
             world.set_timeout(timeout.total_seconds())

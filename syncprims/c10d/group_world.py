@@ -29,9 +29,7 @@ def join_group_world(store: Any, rank: int, world_size: int) -> tuple[RunningWor
     world, started = runtime.find_world(), False
     if world is None:
         started = True
-        world = (
-            runtime.running_world() if runtime.names_backend() else _start(store, rank, world_size)
-        )
+        world = runtime.get_world() if runtime.names_backend() else _start(store, rank, world_size)
     if (world.rank, world.world_size) != (rank, world_size):
         if started:
             runtime.leave_group_world(world)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import syncprims as sp
 from syncprims import errors
 from syncprims._world.registry import load_backend
-from syncprims._world.runtime import running_world
+from syncprims._world.runtime import get_world
 from syncprims.interface import MARKS, Awaited, Board, Label, Note, Status
 
 from .faults import Fault, Kill, sleep
@@ -31,7 +31,7 @@ def _board() -> Board:
 
     The world no longer records this rank's calls.
     """
-    return unprobe(running_world().group.rounds.board)
+    return unprobe(get_world().group.rounds.board)
 
 
 def _note(name: str = "contract", payload: bytes = b"") -> Note:
@@ -168,7 +168,7 @@ class BackendContract:
     @_on_every_rank
     def test_boards_of_other_names_have_rounds_of_their_own(self) -> None:
         """A group may meet at several boards; what is posted to one is not seen at another."""
-        world, board = running_world(), _board()
+        world, board = get_world(), _board()
         names = ("a", "b", "A/b: \u00e9")
         named = [world.open_rounds(board.members, name).board for name in names]
         assert [one.name for one in named] == ["a", "b", "A/b: \u00e9"]
@@ -183,7 +183,7 @@ class BackendContract:
     def test_a_rank_can_wait_for_the_first_of_several_notes(self) -> None:
         """A wait beside the rounds ends when a note is there, or when the time is up."""
         self.needs_others()
-        world, rank = running_world(), sp.get_rank()
+        world, rank = get_world(), sp.get_rank()
         pairs = {
             other: world.open_rounds((0, other), "pair")
             for other in range(1, self.ranks)
@@ -233,7 +233,7 @@ class BackendContract:
     @_on_every_rank
     def test_what_is_published_can_be_read(self) -> None:
         """All ranks read what a process publishes, unless the backend does not support it."""
-        backend = running_world().backend
+        backend = get_world().backend
         wanted = [b"waits of %d" % member + b"." * 2000 for member in range(self.ranks)]
         backend.publish("waits", wanted[sp.get_rank()])
         sp.barrier()
@@ -247,7 +247,7 @@ class BackendContract:
     @_on_every_rank
     def test_the_first_decision_holds(self) -> None:
         """Whoever else decides, all ranks have one decision, and a wait for it ends."""
-        backend, rank, now = running_world().backend, sp.get_rank(), _board().now
+        backend, rank, now = get_world().backend, sp.get_rank(), _board().now
         assert not backend.wait(lambda: bool(backend.decide("contract")), now() + 0.01)
         sp.barrier()
         if rank == self.ranks - 1:

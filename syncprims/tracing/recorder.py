@@ -298,7 +298,7 @@ class RecordedRounds(Rounds):
 
     def post(self, note: Note, timeout: float | None) -> None:
         """As :meth:`Rounds.post`; remember when."""
-        self.make_room(timeout)
+        self.make_room(timeout)  # before the time counts
         number = self.board.posted + 1
         if note[3]:
             failure = errors.load(note.failure).failures.get(self.rank)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from syncprims import current, get_local_rank, get_world_size
 from syncprims._data.arrays import own_device
-from syncprims._world.runtime import running_world
+from syncprims._world.runtime import get_world
 
 from .accumulation import Accumulator
 from .data.loader import PreparedLoader, prepare_data_loader
@@ -97,7 +97,7 @@ class Preparation:
     def __post_init__(self) -> None:
         # For DDP on devices, which averages gradients while they are computed. With a group of ours
         # it would be slower than the average at the step.
-        if get_world_size() > 1 and running_world().backend.has_process_group:
+        if get_world_size() > 1 and get_world().backend.has_process_group:
             current().open_process_group()
 
     def model(self, model: nn.Module, *, wrap: bool = True) -> nn.Module:

@@ -11,7 +11,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.worker import _generate_state  # pyright: ignore[reportPrivateUsage]
 
 from syncprims import get_local_world_size
-from syncprims._world.runtime import running_world
+from syncprims._world.runtime import get_world
 
 #: States of the CPU's generators, of Python, numpy and torch, as these return them.
 CpuStates = tuple[Any, Any, torch.Tensor]
@@ -24,7 +24,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     processes that the run has had, so that no other one has drawn the same. With `deterministic`
     torch uses only algorithms that give the same bits each time.
     """
-    seed += running_world().backend.process if device_specific else 0
+    seed += get_world().backend.process if device_specific else 0
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)

@@ -25,7 +25,7 @@ from rig import Skip, about_machine, check, interleave, note
 from torch import nn
 
 import syncprims as sp
-from syncprims._world.runtime import running_world
+from syncprims._world.runtime import get_world
 from syncprims.training import (
     Accumulator,
     Precision,
@@ -390,7 +390,7 @@ def open_group(backend: str | None = None) -> None:
     elif size > 1:
         sp.current().open_process_group()
     else:  # what the public call does with more ranks: so NCCL can be tried on one device
-        running_world().backend.open_process_group()
+        get_world().backend.open_process_group()
 
 
 @check("file-2", "file-1")
@@ -430,7 +430,7 @@ def reform_aborts_the_group_of_the_world() -> None:
         if sp.get_world_size() > 1:
             sp.reform()
         else:
-            running_world().backend.abort_process_group()
+            get_world().backend.abort_process_group()
             assert values(late(2.0)) == [2.0]
             break
         assert not dist.is_initialized()
@@ -440,7 +440,7 @@ def reform_aborts_the_group_of_the_world() -> None:
 def the_engine_of_devices_carries_tensors_on_the_current_stream() -> None:
     engines: Any = import_module("syncprims.backends.torch.engines")
 
-    engine = engines.NcclEngine([0], 1, running_world().backend.open_process_group)
+    engine = engines.NcclEngine([0], 1, get_world().backend.open_process_group)
     for dtype in engine._DTYPES:
         with side_stream():
             one = late(2.0, 30_000).to(dtype)

@@ -27,7 +27,7 @@ from syncprims._data.arrays import raw
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims._system.host import free_port
 from syncprims._system.locks import locked
-from syncprims._world.runtime import current, running_world
+from syncprims._world.runtime import current, get_world
 from syncprims._world.world import RunningWorld
 from syncprims.c10d import serve_every_backend, torch_internals
 from syncprims.c10d.tensors import items_of
@@ -242,7 +242,7 @@ class _Rendezvous:
 
         :raises ValueError: if the program says other numbers.
         """
-        world = running_world()
+        world = get_world()
         for given, number, what in (
             (rank, world.rank, "rank"),
             (world_size, world.world_size, "world_size"),

@@ -19,7 +19,7 @@ import torch
 
 from syncprims import CheckpointError, current
 from syncprims._world.group import Group
-from syncprims._world.runtime import get_active_group, running_world
+from syncprims._world.runtime import get_active_group, get_world
 
 from . import filesystem
 from .commit import Save
@@ -137,7 +137,7 @@ class Saving:
 
 def _group_of_threads() -> Group:
     """Return the active group's ranks, as a group in which only their threads meet."""
-    world, active = running_world(), get_active_group()
+    world, active = get_world(), get_active_group()
     groups: dict[tuple[int, tuple[int, ...]], Group] = world.extras.setdefault(_GROUPS, {})
     key = world.epoch, active.ranks
     if key not in groups:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncprims._world.runtime import running_world
+from syncprims._world.runtime import get_world
 from syncprims.training.preparation import unwrap_model
 
 from . import commit, filesystem
@@ -163,7 +163,7 @@ def save_object(obj: object, path: str | os.PathLike[str], *, safe: bool) -> Non
     :raises TypeError: if `path` is neither a str nor a path.
     """
     target = filesystem.absolute(filesystem.path_of(path, "f", "a str, a path or an opened file"))
-    with running_world().own_group():
+    with get_world().own_group():
         coordinate(f"save to {target}", lambda: _write_object(obj, target, safe))
 
 
