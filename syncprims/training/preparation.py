@@ -128,7 +128,9 @@ class Preparation:
             if self.device.type == "cuda":
                 options.setdefault("device_ids", [self.device.index])
             model = WrappedModel(model, **options)
-        if get_world_size() > 1 and not hasattr(model, "no_sync"):
+        # In DDP's own no_sync() the average after a plain backward pass would go on.
+        is_ddp = isinstance(model, DistributedDataParallel)
+        if get_world_size() > 1 and (is_ddp or not hasattr(model, "no_sync")):
             object.__setattr__(model, "no_sync", _NoSync(self.accumulator, model))
         self.accumulator.models.append(model)
         self.accumulator._watch_model(model)  # pyright: ignore[reportPrivateUsage]

@@ -163,6 +163,22 @@ def test_gradients_are_averaged_wherever_they_come_from(
         assert close(mine, whole, within=1e-9), case
 
 
+@pytest.mark.parametrize("of", ["prepared model", "job"])
+def test_ranks_may_differ_in_passes_without_an_average(
+    grouped: Callable[[Program], list[Any]], of: str
+) -> None:
+    def program() -> list[float]:
+        job, rank = new_job(ddp={"bucket_cap_mb": 1}), syncprims.get_rank()
+        model: Any = job.prepare(nn.Linear(1, 1, bias=False))
+        with model.no_sync() if of == "prepared model" else job.no_sync(model):
+            for _ in range(1 + rank):
+                model(torch.ones(1, 1)).sum().backward()
+        model(torch.ones(1, 1)).sum().backward()
+        return model.weight.grad.tolist()  # type: ignore[no-any-return]
+
+    assert grouped(program) == [[[2.5]]] * 2
+
+
 def test_a_program_may_compress_what_ddp_sends(grouped: Callable[[Program], list[Any]]) -> None:
     def program() -> list[float]:
         seen: list[float] = []
