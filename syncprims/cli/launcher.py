@@ -238,7 +238,10 @@ class _RankProcess:
     @property
     def follows(self) -> bool:
         """Whether it failed only because another rank had failed, or all together."""
-        return self.failure is not None and self.failure.consequence
+        if self.failure is None:  # a script of torch alone: Gloo says so of a rank that is lost
+            said = " ".join(self.tail)
+            return "/gloo/transport/" in said and " by peer" in said
+        return self.failure.consequence
 
     @property
     def kind(self) -> str:
@@ -541,7 +544,7 @@ def _describe_failure(
     ways = collections.defaultdict[str, list[int]](list)
     for end in failed:
         if causes and end not in causes:
-            ways[f"{end.kind} because of rank {first.rank}"].append(end.rank)
+            ways[f"{end.kind or 'failed'} because of rank {first.rank}"].append(end.rank)
     lines = [f"{_name(stopped)}: still running then, and ended"] if stopped else []
     lines += [f"{_name(ranks)}: {how}" for how, ranks in ways.items()]
     ways.clear()

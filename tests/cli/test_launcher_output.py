@@ -246,6 +246,21 @@ def test_what_a_rank_handles_is_no_cause_beside_one(launches: Launches) -> None:
     assert "rank 1 failed first (exit code 1): ValueError: bad shard 7" in launches.run(source).err
 
 
+def test_a_rank_that_gloo_has_lost_is_the_cause(launches: Launches) -> None:
+    source = """
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    try:
+        if dist.get_rank() == 2: raise ValueError("bad shard 7")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    """
+    *others, first = [line for line in launches.run(source, n=3).report if "  | " not in line]
+    assert others == ["ranks 0-1: failed because of rank 2"]
+    assert first == "syncprims run: rank 2 failed first (exit code 1)"
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_cause_is_told_after_shutdown_and_to_torchrun(
     launches: Launches, tmp_path: Path, recorded: bool
