@@ -190,3 +190,24 @@ def test_a_disk_too_full_to_join_is_told_and_nothing_is_left(mounted: Path, rank
         outcomes.append("joined" if not full else "full")
     assert outcomes[0] == "full"
     assert outcomes[-1] == "joined"
+
+
+@needs_root
+@pytest.mark.parametrize("mounted", [("tmpfs", "mode=700,size=1m")], ids=[""], indirect=True)
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast"])
+def test_a_large_number_finds_a_full_disk_on_all_ranks(mounted: Path, call: str) -> None:
+    large = 1 << 400_000
+
+    def program() -> str:
+        with sp.init():
+            if sp.is_main():
+                fill(mounted, 0)
+            sp.barrier("full")
+            try:
+                found = getattr(sp, call)(large)
+            except sp.SyncError as error:
+                return str(error)
+            return "" if found == large * (2 if call == "all_reduce" else 1) else "wrong"
+
+    said = Ranks(Kind("file", 2), mounted).run_alone(program)
+    assert said == ["", ""] or all("No space left" in one for one in said), said
