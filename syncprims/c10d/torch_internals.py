@@ -417,6 +417,26 @@ def replaced_rendezvous(
     return replaced((c10d(), "rendezvous", meet))
 
 
+def replaced_init_barrier(
+    meet: Callable[[str, Sequence[int] | None], None],
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which ``meet(call, ranks)`` meets those that make a group; None: all.
+
+    With ``TORCH_DIST_INIT_BARRIER=1``, `_store_based_barrier` does so (1.8 and newer). It asks the
+    store again and again until *real* time has passed. `call` is the call that makes the group.
+    """
+
+    def barrier(rank: int, store: Any, name: str, count: int, *_: Any, **__: Any) -> None:
+        world = c10d()._world
+        # None: this rank makes a group in which it is no member.
+        group = next((made for made, known in world.pg_names.items() if known == name), None)
+        call = "init_process_group" if group is world.default_pg else "new_group"
+        whole = count == world.default_pg.size()
+        meet(f"{call} {name}", None if whole else sorted(world.pg_group_ranks[group]))
+
+    return replaced((c10d(), "_store_based_barrier", barrier))
+
+
 def is_rendezvous_replaced() -> bool:
     """Return whether this runs within such a block."""
     return bool(c10d().rendezvous.__module__ == __name__)

@@ -6,6 +6,7 @@ Rank 2 of 4 has the bug, or rank 0 where only one rank makes a call.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,6 +45,13 @@ def order_of_groups(rank: int) -> None:
     groups = [dist.new_group(), dist.new_group()]
     for group in reversed(groups) if rank == 2 else groups:
         dist.all_reduce(ones(), group=group)  # named
+
+
+def group_not_made(rank: int) -> None:
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+    dist.new_group()
+    if rank != 2:
+        dist.new_group([0, 1])  # named
 
 
 def crossed_receives(rank: int) -> None:
@@ -100,6 +108,7 @@ BUGS = [
     Expected(wrong_call, CollectiveMismatch, "rank 2: broadcast 'float32[4]' from rank 0"),
     Expected(shape, CollectiveMismatch, "rank 2: all_reduce 'float32[5]'"),
     Expected(order_of_groups, DeadlockError, "rank 2: waits in its round"),
+    Expected(group_not_made, DeadlockError, "rank 2: waits in its round"),
     Expected(crossed_receives, DeadlockError, "rank 1: waits in its round"),
     Expected(split_sizes, ValueError, "rank 2 sends 8 bytes to rank 3"),
     Expected(wait_in_store, DeadlockError, "rank 2: waits in store.get 'default_pg/0//never'"),

@@ -90,10 +90,9 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
 
     def _access(self, mode: Mode, *keys: str) -> None:
         for key in keys:
-            if "store_based_barrier" not in key:  # torch counts ranks there, in any order
-                current_target.get().access(("store", self._number, key), mode)
-                if mode == "write":
-                    current_target.get().access(("store", self._number), "post")
+            current_target.get().access(("store", self._number, key), mode)
+            if mode == "write":
+                current_target.get().access(("store", self._number), "post")
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set the value of a key."""
@@ -301,11 +300,20 @@ class _SameParameters:
             )
 
 
+def _meet_makers(call: str, ranks: Sequence[int] | None) -> None:
+    """Return when these ranks, by default all, have come to the `call` that makes a group."""
+    world = get_world()
+    rounds = world.open_rounds(ranks or range(world.world_size), call, torch_internals.BETWEEN)
+    rounds.meet(rounds.note(call.partition(" ")[0]))
+    world.close_rounds(rounds, lambda: errors.WorldClosed(call))
+
+
 @contextlib.contextmanager
 def _serve(store: Path) -> Generator[None]:
     """Serve, within the block, every group that this process opens; `store` is a file."""
     with (
         torch_internals.replaced_rendezvous(_Rendezvous(store)),
+        torch_internals.replaced_init_barrier(_meet_makers),
         serve_every_backend(),
         torch_internals.before_ddp_forward(_SameParameters(store)),
     ):
