@@ -259,11 +259,10 @@ class Suites:
         skips = {skip.exit_code: skip.message for skip in base.TEST_SKIPS.values()}
 
         def join_processes(case: Any, fn: Any) -> None:
-            name = case._current_test_name()
+            name, cls = case._current_test_name(), type(case)
 
-            def program(rank: int) -> None:
-                mine = type(case)(name)
-                mine.rank, mine.file_name = rank, case.file_name
+            def run_test(mine: Any, name: str, _: None) -> None:
+                """Run it without a pipe to the parent process."""
                 if hasattr(base, "common_utils"):  # torch 2.6 does not do this
                     base.common_utils.set_rng_seed()
                 try:
@@ -272,14 +271,22 @@ class Suites:
                     if getattr(mine, "destroy_pg_upon_exit", False):
                         _destroy_groups()
 
-            if case.world_size < 1:
+            places = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            # Its _run is what a class of its own replaces, to open a group before each test.
+            own: Any = type(cls.__name__, (cls,), {**places, "run_test": run_test})
+            ranks = int(case.world_size)
+
+            def program(rank: int) -> None:
+                own._run(rank, name, case.file_name, None)
+
+            if ranks < 1:
                 why = "a test without ranks"
             elif getattr(case, "fake_pg", False) or fn in getattr(
                 case, "special_return_code_checks", ()
             ):
                 why = "a test that checks how its processes end"
             else:
-                self._run_test(program, case.world_size, skips, "Process")
+                self._run_test(program, ranks, skips, "Process")
                 return
             self.left_alone[why] += 1
             start(case, case.syncprims_process)
