@@ -410,6 +410,18 @@ def test_the_store_is_shared_by_the_ranks(kind: Any) -> None:
         assert found[6:] == [4, b"other", False]
 
 
+def test_the_store_loses_nothing_when_processes_write_at_once() -> None:
+    def program() -> int:
+        dist.init_process_group("gloo")
+        store = dist.distributed_c10d._get_default_store()
+        for _ in range(300):
+            store.add("count", 1)
+        dist.barrier()
+        return store.add("count", 0)
+
+    assert run_world(program, ranks=4, kind="processes", torch=True) == [1200] * 4
+
+
 @both_kinds
 def test_a_wait_in_the_store_ends_when_the_others_have(kind: Any) -> None:
     def body() -> None:

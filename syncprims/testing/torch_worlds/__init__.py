@@ -56,6 +56,7 @@ def _shared(path: Path) -> Generator[dict[Any, Any]]:
         if after != before:
             file.truncate(0)
             file.write(after)
+            file.flush()  # while the lock is held: another rank would find an empty file
 
 
 class _WorldStore(dist.Store):  # type: ignore[misc]
