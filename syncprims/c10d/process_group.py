@@ -150,7 +150,11 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """
         return NAME
 
-    getBackendName = _get_backend_name = name
+    getBackendName = name
+
+    def _get_backend_name(self) -> str:
+        """Return the name that the program asked for: by it, torch's Python code chooses calls."""
+        return self.served_as
 
     #: What torch has called the group, and what the program has. They hide properties of C++.
     group_name: str = ""

@@ -56,6 +56,7 @@ def test_a_group_opens_however_the_program_asks(arguments: dict[str, Any]) -> No
     def body() -> tuple[float, str]:
         dist.init_process_group(**arguments)
         assert len(dist.distributed_c10d._pg_map) == 1  # Fabric looks there
+        assert dist.group.WORLD._get_backend_name() == dist.get_backend()  # ShardedTensor asks it
         found = summed(), str(dist.get_backend())
         dist.destroy_process_group()
         assert not dist.is_initialized()
