@@ -39,13 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SEED",
         help="the schedule of worlds of threads, as a failure's report prints it",
     )
-    group.addoption(
-        "--syncprims-worlds",
-        nargs="?",
-        const="threads",
-        choices=("threads", "processes"),
-        help="run the ranks of a suite's own launchers in worlds (torch's and those that use them)",
-    )
+    for value in ("", "=threads", "=processes"):
+        group.addoption(  # no optional value: that would be the path that follows
+            f"--syncprims-worlds{value}",
+            action="store_const",
+            const=value[1:] or "threads",
+            help="run the ranks of a suite's own launchers in worlds (of threads, if not said)",
+            dest="syncprims_worlds",
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -232,8 +232,7 @@ else:
 """
 
 
-def run_suite(folder: Path, *options: str) -> str:
-    (folder / "test_suite.py").write_text(SUITE)
+def run_pytest(folder: Path, *options: str) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore"]
     command += [
         "-p",
@@ -245,18 +244,25 @@ def run_suite(folder: Path, *options: str) -> str:
     done = subprocess.run(
         [*command, *options], cwd=folder, env=variables, capture_output=True, text=True, check=False
     )
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("kind", ["threads", pytest.param("processes", marks=pytest.mark.soak)])
 def test_a_suite_runs_unchanged(tmp_path: Path, kind: str) -> None:
-    out = run_suite(tmp_path, f"--syncprims-worlds={kind}")
+    (tmp_path / "test_suite.py").write_text(SUITE)
+    out = run_pytest(tmp_path, f"--syncprims-worlds={kind}")
     bases = Path(torch.__file__).parent / "testing/_internal/common_distributed.py"
     ended = "13 passed, 1 skipped, 1 xfailed" if find_spec("expecttest") else "9 passed"
     if find_spec("expecttest") and "class MultiProcContinuousTest" in bases.read_text():
         ended = "14 passed, 2 skipped, 2 xfailed"  # not with torch 2.6
-    assert ended in out.splitlines()[-1], out
+    assert f"{ended} in " in out, out
     assert "1 left to their own launcher: the processes are not joined at once" in out
     assert "1 left to their own launcher: a pool whose first call opens no process group" in out
     again = "1 of them again in processes: ProfilerRefused in threads"
     assert (again in out) == (kind == "threads")
+
+
+def test_a_path_may_follow_the_option(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").write_text("def test_one(): pass")
+    assert "1 passed" in run_pytest(tmp_path, "--syncprims-worlds", "tests/")
