@@ -43,8 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(  # no optional value: that would be the path that follows
             f"--syncprims-worlds{value}",
             action="store_const",
-            const=value[1:] or "threads",
-            help="run the ranks of a suite's own launchers in worlds (of threads, if not said)",
+            const=value[1:] or "processes",
+            help="run the ranks of a suite's own launchers in worlds (of processes, if not said)",
             dest="syncprims_worlds",
         )
 
@@ -76,18 +76,26 @@ def pytest_configure(config: pytest.Config) -> None:
     kind = config.getoption("syncprims_worlds")
     if kind is not None:
         try:
-            from .torch_worlds.suites import Suites  # imports torch
+            # These import torch.
+            if kind == "threads":
+                from .torch_worlds.suites import SuiteThreads
+
+                suites: Any = SuiteThreads()
+            else:
+                from .torch_worlds.suite_processes import SuiteProcesses
+
+                suites = SuiteProcesses()
         except ImportError as error:
             raise pytest.UsageError(f"--syncprims-worlds needs torch: {error}") from None
-        suites = config.stash[_SUITES] = Suites(kind)
+        config.stash[_SUITES] = suites
         config.add_cleanup(suites.close)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Serve torch's bases of tests, if the suite uses them."""
+    """Let the suite be served: it has imported what it uses."""
     suites = session.config.stash.get(_SUITES, None)
     if suites is not None:
-        suites.serve_test_bases()
+        suites.start()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -95,11 +103,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     suites = config.stash.get(_SUITES, None)
     if suites is not None and not config.pluginmanager.hasplugin("dsession"):  # of pytest-xdist
         terminalreporter.section("launches in worlds of syncprims")
-        terminalreporter.line(f"{suites.in_worlds} in worlds")
-        for reason, count in suites.in_processes.items():
-            terminalreporter.line(f"{count} of them again in processes: {reason} in threads")
-        for reason, count in suites.left_alone.items():
-            terminalreporter.line(f"{count} left to their own launcher: {reason}")
+        for line in suites.report():
+            terminalreporter.line(line)
 
 
 # -- one test for each world -----------------------------------------------------------------------

@@ -1,39 +1,45 @@
-"""The launchers of other test suites: their ranks run in worlds of this library.
+"""The launchers of other test suites: their ranks run in worlds of threads.
 
 Each adapter replaces the one function of a launcher that starts its ranks. What it returns and
 raises is what suites expect of the launcher. What no world can serve is left to the launcher.
+(`suite_processes` serves the processes of any launcher.)
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import io
+import multiprocessing.process
 import os
 import pickle
 import re
+import subprocess
 import sys
 import threading
 import traceback
 import unittest
-import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from syncprims._world.runtime import current
-from syncprims.c10d.torch_internals import ProfilerRefused, replaced
-from syncprims.errors import ConcurrentCall, chain_of
+from syncprims.c10d.torch_internals import replaced
+from syncprims.errors import ConcurrentCall, SyncError, chain_of
 from syncprims.testing.outcomes import leaves, results_of
-from syncprims.testing.world_spec import Kind, WorldSpec, test_context
+from syncprims.testing.world_spec import WorldSpec, test_context
 from syncprims.testing.worlds import run_once
 
 _LONGEST = 300.0  # seconds of real time for a world, as for a test of torch
-_REFUSED_IN_THREADS = (ProfilerRefused, ConcurrentCall)  # processes can serve it
+_HINT = (
+    "ranks are threads of one process here, and share its globals: see whether this happens with "
+    "--syncprims-worlds=processes, too"
+)
+#: Start processes that no adapter sees.
+_COMMANDS = "torchrun", "torch.distributed.", "accelerate launch", "deepspeed"
 
 
 class _Exited(Exception):
@@ -96,25 +102,68 @@ def _copier(objects: Any, *, spawned: bool) -> Callable[[], Any]:
 
 
 class Suites:
-    """Serves the launchers of suites until it is closed, and counts what ran where."""
+    """Serves a suite until it is closed, and counts what is left to its own launchers."""
 
-    def __init__(self, kind: Kind) -> None:
-        """Replace the launchers; import torch before the suites do."""
-        self.in_worlds: int = 0  #: launches
-        self.in_processes: Counter[str] = Counter()  #: of those, by what threads have refused
-        self.left_alone: Counter[str] = Counter()  #: launches, by the reason
-        self._kind: Kind = kind
+    def __init__(self) -> None:
+        """Count commands that launch ranks."""
+        self.left_alone: Counter[str] = Counter()  #: by the reason
         self._undo = contextlib.ExitStack()
-        self.close: Callable[[], None] = self._undo.close  #: puts the launchers back
-        self._serve_start_processes()
-        self._serve_elastic_launch()
-        self._serve_pools()
+        self.close: Callable[[], None] = self._undo.close  #: puts all back
 
-    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> Any:
+        def start(process: Any, args: Any, *rest: Any, **named: Any) -> None:
+            line = args if isinstance(args, str) else " ".join(map(str, args))
+            if any(command in line for command in _COMMANDS):
+                self.left_alone["a command that starts its ranks itself"] += 1
+            before(process, args, *rest, **named)
+
+        before = self._replace(subprocess.Popen, "__init__", start)
+
+    def start(self) -> None:
+        """Go on when all tests have been collected: the suite has imported what it uses."""
+        raise NotImplementedError
+
+    def report(self) -> list[str]:
+        """Return how many launches were served, and why others were not."""
+        return [f"{n} left to its own launcher: {why}" for why, n in self.left_alone.items()]
+
+    def _replace(self, owner: Any, name: str, function: Any) -> Any:
         """Replace ``owner.name``, and return the old value."""
         before = vars(owner)[name]
         self._undo.enter_context(replaced((owner, name, function)))
         return before
+
+
+class SuiteThreads(Suites):
+    """Serves the launchers of a suite in worlds of threads."""
+
+    def __init__(self) -> None:
+        """Replace the launchers; import torch before the suites do."""
+        super().__init__()
+        self._in_worlds = 0  # launches
+        self._serve_start_processes()
+        self._serve_elastic_launch()
+
+        def start(process: Any) -> None:
+            if self._counts:
+                self.left_alone["a process that no adapter has started"] += 1
+            before(process)
+
+        self._counts = True
+        before = self._replace(multiprocessing.process.BaseProcess, "start", start)
+
+    def report(self) -> list[str]:
+        """Return how many launches were worlds, and what was left to itself, and why."""
+        return [f"{self._in_worlds} launches in worlds of threads", *super().report()]
+
+    @contextlib.contextmanager
+    def _left(self, why: str) -> Generator[None]:
+        """Within the block, a launch is left to itself, and its processes are not counted."""
+        self.left_alone[why] += 1
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
 
     def _run(
         self, program: Callable[[int], Any], ranks: int, *, torchrun: bool = False
@@ -125,7 +174,7 @@ class Suites:
 
         :raises _Exited: if a rank calls ``sys.exit`` with a code other than 0.
         """
-        self.in_worlds += 1
+        self._in_worlds += 1
         variables = dict(os.environ)
 
         def run() -> Any:
@@ -140,19 +189,18 @@ class Suites:
                 if end.code:
                     raise _Exited(end.code) from None
 
-        spec = WorldSpec(run, ranks, self._kind, torch=True, timeout=_LONGEST)
+        spec = WorldSpec(run, ranks, torch=True, timeout=_LONGEST)
         try:
             ended = run_once(spec)
             # A suite whose ranks make different numbers of calls passes elsewhere.
             return results_of(ended, test_context.get().replay(ended.seed), equal_rounds=False)
         except Exception as error:
             links = [link for leaf in leaves(error) for link in chain_of(leaf)]
-            refused = [link for link in links if isinstance(link, _REFUSED_IN_THREADS)]
-            if self._kind == "processes" or not refused:
-                raise
-        self.in_processes[type(refused[0]).__name__] += 1
-        ended = run_once(dataclasses.replace(spec, kind="processes"))
-        return results_of(ended, "", equal_rounds=False)
+            verdicts = [link for link in links if isinstance(link, SyncError)]
+            refused = any(isinstance(link, ConcurrentCall) for link in verdicts)
+            if (refused or not verdicts) and not isinstance(error, _Exited | unittest.SkipTest):
+                error.add_note(_HINT)
+            raise
 
     # -- functions that start processes -----------------------------------------------------------
 
@@ -168,8 +216,8 @@ class Suites:
             fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **named: Any
         ) -> Any:
             if not join:
-                self.left_alone["the processes are not joined at once"] += 1
-                return before(fn, args, nprocs, join, *rest, **named)
+                with self._left("the processes are not joined at once"):
+                    return before(fn, args, nprocs, join, *rest, **named)
             start_method = rest[1] if len(rest) > 1 else named.get("start_method", "spawn")
             copy = _copier((fn, args), spawned=start_method != "fork")
 
@@ -200,8 +248,8 @@ class Suites:
         def call(launch: Any, *args: Any) -> Any:
             config, entry = launch._config, launch._entrypoint
             if not callable(entry) or config.max_nodes > 1:
-                self.left_alone["elastic_launch of a command, or of several nodes"] += 1
-                return before(launch, *args)
+                with self._left("elastic_launch of a command, or of several nodes"):
+                    return before(launch, *args)
             ranks = config.nproc_per_node
             copy = _copier(args, spawned=True)
             try:
@@ -212,46 +260,9 @@ class Suites:
 
         before = self._replace(api.elastic_launch, "__call__", call)
 
-    def _serve_pools(self) -> None:
-        """Serve each ``Pool`` whose first call, one on each process, leaves a group open.
-
-        Its processes would keep that group, so each later world begins with this call.
-        """
-        module: Any = importlib.import_module("multiprocessing.pool")
-        run = self._run
-        first_calls = weakref.WeakKeyDictionary[Any, Any]()  # None: it is not a pool of ranks
-
-        def starmap(pool: Any, func: Any, iterable: Any, chunksize: int | None = None) -> Any:
-            calls, first = [*iterable], first_calls.get(pool)
-            if len(calls) != pool._processes or (pool in first_calls and first is None):
-                first_calls.setdefault(pool, None)
-                return before(pool, func, calls, chunksize)
-            copy = _copier((func, calls), spawned=True)
-
-            def program(rank: int) -> tuple[Any, bool]:
-                result = None
-                for make in (first, copy) if first else (copy,):
-                    function, its_calls = make()
-                    result = function(*its_calls[rank])
-                return result, importlib.import_module("torch.distributed").is_initialized()
-
-            results, are_open = zip(*run(program, len(calls)), strict=True)
-            if first or all(are_open):
-                first_calls.setdefault(pool, copy)
-                return [*results]
-            self.left_alone["a pool whose first call opens no process group"] += 1
-            first_calls[pool] = None
-            return before(pool, func, calls, chunksize)
-
-        def map_(pool: Any, func: Any, iterable: Any, chunksize: int | None = None) -> Any:
-            return starmap(pool, func, [(item,) for item in iterable], chunksize)
-
-        before = self._replace(module.Pool, "starmap", starmap)
-        self._replace(module.Pool, "map", map_)
-
     # -- torch's own bases of tests ---------------------------------------------------------------
 
-    def serve_test_bases(self) -> None:
+    def start(self) -> None:
         """Serve these, if the suite has imported them: the import changes settings of torch."""
         base: Any = sys.modules.get("torch.testing._internal.common_distributed")
         if base is None:
@@ -288,17 +299,16 @@ class Suites:
             else:
                 self._run_test(program, ranks, skips, "Process")
                 return
-            self.left_alone[why] += 1
-            start(case, case.syncprims_process)
-            join(case, fn)
+            with self._left(why):
+                start(case, case.syncprims_process)
+                join(case, fn)
 
         def remember(case: Any, process: Any) -> None:
             case.syncprims_process = process  # started only if no world can serve the test
 
         start = self._replace(base.MultiProcessTestCase, "_start_processes", remember)
         join = self._replace(base.MultiProcessTestCase, "_join_processes", join_processes)
-        if self._kind == "threads":
-            self._serve_threaded_bases(base.MultiThreadedTestCase, skips)
+        self._serve_threaded_bases(base.MultiThreadedTestCase, skips)
         if hasattr(base, "MultiProcContinuousTest"):  # not in torch 2.6
             self._serve_continuous_base(base.MultiProcContinuousTest, skips)
 
@@ -329,7 +339,7 @@ class Suites:
             """Start none: the test starts a world when it runs."""
 
         self._replace(base, "_spawn_threads", spawn_threads)
-        self._replace(base, "_join_threads", classmethod(join_threads))  # type: ignore[arg-type]
+        self._replace(base, "_join_threads", classmethod(join_threads))
 
     def _serve_continuous_base(self, base: Any, skips: Mapping[Any, str]) -> None:
         """Serve the base whose processes run all tests of a class: each test gets a world."""
@@ -356,7 +366,7 @@ class Suites:
             cls.rdvz_file = ""
             cls.processes = cls.task_queues = cls.completion_queues = [_Process(run)]
 
-        self._replace(base, "_spawn_processes", classmethod(spawn_processes))  # type: ignore[arg-type]
+        self._replace(base, "_spawn_processes", classmethod(spawn_processes))
 
     def _run_test(
         self, program: Callable[[int], Any], ranks: int, skips: Mapping[Any, str], what: str

@@ -1,0 +1,266 @@
+"""The processes of other test suites, whose process groups are worlds of this library.
+
+The launchers stay as they are: what they return, raise and share is their own. Two things below
+them are replaced. A process that would be spawned is forked, from a server. That is a fork of
+pytest's process, made when the tests have been collected: it has imported what they need, and none
+of them has run in it. And a group that a process opens meets at the boards of a world.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import uuid
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from syncprims._world import runtime
+from syncprims._world.registry import load_backend
+from syncprims._world.scratch import scratch_directory
+from syncprims._world.world import version
+from syncprims.c10d import serve_every_backend
+from syncprims.c10d.torch_internals import before_ddp_forward, c10d, replaced
+from syncprims.errors import PeerFailed, chain_of
+
+from . import (
+    _SameParameters,  # pyright: ignore[reportPrivateUsage]
+    _WorldStore,  # pyright: ignore[reportPrivateUsage]
+    import_lazy_modules,
+)
+from .suites import Suites
+
+_standard: Any = multiprocessing  # its types leave out what is replaced here
+for _name in (
+    "forkserver", "popen_fork", "popen_forkserver", "popen_spawn_posix", "resource_tracker"
+):  # fmt: skip
+    importlib.import_module(f"multiprocessing.{_name}")
+_server: Any = _standard.forkserver._forkserver
+_atexit: Any = atexit
+_SERVED = {"gloo", "nccl", "undefined"}
+_LATER = 0.3  # seconds
+_LOG = "log"  # a line for each group: why it was left to torch, or nothing
+
+
+class _Popen(_standard.popen_forkserver.Popen):  # type: ignore[misc]
+    """Starts a process as a fork of the server, with this process's variables and streams."""
+
+    def _launch(self, process: Any) -> None:
+        for stream in (1, 2):
+            self.duplicate_for_child(stream)  # the child has them first
+        super()._launch(process)
+
+
+class SuiteProcesses(Suites):
+    """Serves the processes of a suite."""
+
+    def __init__(self) -> None:
+        """Serve the processes that are started from now on."""
+        super().__init__()
+        self._folder = self._undo.enter_context(scratch_directory("suites"))
+        (self._folder / _LOG).touch()
+
+        def run(process: Any, *args: Any, **named: Any) -> Any:
+            if not _kept:
+                _serve(self._folder)
+            try:
+                return bootstrap(process, *args, **named)
+            finally:
+                if os.getpid() in _spawned:
+                    _atexit._run_exitfuncs()  # as at the end of an interpreter
+                    _standard.util._flush_std_streams()
+
+        bootstrap = self._replace(_standard.process.BaseProcess, "_bootstrap", run)
+
+        def launch(popen: Any, process: Any) -> None:
+            import_lazy_modules()  # else each forked process would
+            fork(popen, process)
+
+        fork = self._replace(_standard.popen_fork.Popen, "_launch", launch)
+        if torch.cuda.is_available():
+            self._leave_spawned()
+            return
+        self._replace(_standard.popen_spawn_posix, "Popen", _Popen)
+        self._replace(_standard.popen_forkserver, "Popen", _Popen)
+
+        def prepare(name: str) -> dict[str, Any]:
+            return {**data(name), "environ": dict(os.environ)}
+
+        data: Any = self._replace(_standard.spawn, "get_preparation_data", prepare)
+        self._undo.callback(_end_server)
+
+    def _leave_spawned(self) -> None:
+        """Leave processes to themselves that would be spawned: a fork could use no GPU."""
+
+        def launch(popen: Any, process: Any) -> None:
+            why = "a process that may use a GPU (CUDA_VISIBLE_DEVICES= hides them)"
+            self.left_alone[why] += 1
+            spawn(popen, process)
+
+        spawn = self._replace(_standard.popen_spawn_posix.Popen, "_launch", launch)
+
+    def start(self) -> None:
+        """Fork the server."""
+        if _standard.popen_spawn_posix.Popen is not _Popen:
+            return
+        _standard.resource_tracker.ensure_running()
+        _standard.forkserver.set_forkserver_preload([])
+        with replaced((_standard.util, "spawnv_passfds", _fork_server)):
+            _server.ensure_running()
+
+    def report(self) -> list[str]:
+        """Return how many groups were worlds, and what was left to itself, and why."""
+        lines = Counter((self._folder / _LOG).read_text().splitlines())
+        served = lines.pop("", 0)
+        left = [f"{n} left to torch: {why}" for why, n in lines.items()]
+        return [f"{served} process groups in worlds of processes", *left, *super().report()]
+
+
+# -- the server of processes -----------------------------------------------------------------------
+
+
+def _fork_server(path: str, args: list[Any], passed: list[int]) -> int:
+    """Fork this process, and run there what a new interpreter would run by these arguments."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the server uses none
+        pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _server.ensure_running = lambda: None  # its processes use it, too
+        gc.freeze()  # to free here what pytest has left could end things of pytest
+        os.register_at_fork(before=_load)
+        prepare = _standard.spawn.prepare
+        _standard.spawn.prepare = functools.partial(_prepare, prepare)
+        exec(args[-1], {})
+    except BaseException as error:
+        if not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        os._exit(0)
+
+
+def _load() -> None:
+    """Load here what otherwise each process would look for itself."""
+    import_lazy_modules()
+    load_backend("file")
+    version()
+
+
+def _end_server() -> None:
+    """End the server; processes that still run go on."""
+    if _server._forkserver_pid is not None:
+        os.kill(_server._forkserver_pid, signal.SIGKILL)
+        _server._stop()
+
+
+def _prepare(before: Callable[[Any], None], data: Any) -> None:
+    """Make this process what a new interpreter would be that the parent had started."""
+    _spawned.append(os.getpid())
+    _atexit._clear()  # those of pytest's process
+    for stream, (fd, inherited) in zip(
+        ("stdout", "stderr"), enumerate(_server._inherited_fds[:2], 1), strict=True
+    ):
+        os.dup2(inherited, fd)
+        os.close(inherited)
+        text = os.fdopen(fd, "w", errors="backslashreplace", closefd=False)
+        text.reconfigure(line_buffering=stream == "stderr")
+        setattr(sys, stream, text)
+        setattr(sys, f"__{stream}__", text)
+    os.environ.clear()
+    os.environ.update(data["environ"])
+    for handler in [*logging.root.handlers]:
+        if type(handler).__module__.startswith("_pytest"):
+            logging.root.removeHandler(handler)
+    torch.set_num_threads(1)  # those of the operations of its parent are not here
+    before(data)
+
+
+# -- in a process ----------------------------------------------------------------------------------
+
+_kept: list[Any] = []  # until this process ends; empty in one that is not served
+_spawned: list[int] = []  # this process, if its parent would have spawned it
+_check = contextlib.ExitStack()  # of DDP's parameters, in the present world
+
+
+def _serve(folder: Path) -> None:
+    """Serve the groups that this process opens, until it ends."""
+    module = c10d()
+    of_torch = module._new_process_group_helper
+    stack = contextlib.ExitStack()
+    _kept.append(stack)
+    stack.enter_context(serve_every_backend())
+    ours = module._new_process_group_helper
+
+    def make(
+        size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kw: Any
+    ) -> Any:
+        if ranks:
+            helper = ours if runtime.find_world() is not None else of_torch
+            return helper(size, rank, ranks, backend, store, *args, **kw)
+        names = {part.rpartition(":")[2] for part in str(backend).split(",")}
+        if names - _SERVED:
+            if not rank:
+                _note(folder, f"a group of the backend {backend}")
+            return of_torch(size, rank, ranks, backend, store, *args, **kw)
+        own = _join(folder, store, rank, size)
+        group, prefixed = ours(size, rank, ranks, backend, own, *args, **kw)
+        group._started = True  # the world ends with it
+        group.stores = store, own  # torch keeps the C++ part of ours only
+        return group, prefixed
+
+    module._new_process_group_helper = make
+    exit_ = sys.exit
+
+    def report_and_exit(status: Any = None, /) -> NoReturn:
+        """Report what a launcher has caught, where it exits; a mere consequence comes later.
+
+        Launchers show the failure of the process that ends first.
+        """
+        error, world = sys.exc_info()[1], runtime.find_world()
+        if status and error is not None and world is not None:
+            runtime.leave_group_world(world)
+            if any(isinstance(link, PeerFailed) for link in chain_of(error)):
+                time.sleep(_LATER)
+        exit_(status)
+
+    sys.exit = report_and_exit
+
+
+def _note(folder: Path, line: str) -> None:
+    with (folder / _LOG).open("a") as log:
+        log.write(f"{line}\n")
+
+
+def _join(folder: Path, store: Any, rank: int, size: int) -> _WorldStore:
+    """Start a world of the ranks that share `store`, and return a store of this world."""
+    turn = (int(store.add("syncprims/joined", 1)) - 1) // size  # earlier groups used it, too
+    name = bytes(store.compare_set(f"syncprims/{turn}", "", uuid.uuid4().hex)).decode()
+    world = runtime.join_as(
+        {
+            "SYNCPRIMS_RANK": str(rank),
+            "SYNCPRIMS_WORLD_SIZE": str(size),
+            "SYNCPRIMS_RUN_ID": name,
+            "SYNCPRIMS_DIR": str(folder),
+            "SYNCPRIMS_BACKEND": "single" if size == 1 else "file",
+        }
+    )
+    if not rank:
+        _note(folder, "")
+    path = folder / f"store-{name}"
+    _check.close()
+    _check.enter_context(before_ddp_forward(_SameParameters(path)))
+    return _WorldStore(path, world, 0)
