@@ -47,6 +47,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             help="run the ranks of a suite's own launchers in worlds (of processes, if not said)",
             dest="syncprims_worlds",
         )
+    group.addoption(
+        "--syncprims-worlds-ranks",
+        type=int,
+        metavar="N",
+        help="run each test on N ranks, with all its fixtures, as torchrun -m pytest does",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -156,6 +162,33 @@ def _worlds(mark: pytest.Mark) -> dict[str, dict[str, Any]]:
 
 def _several(value: Any) -> Sequence[Any]:
     return list(cast("Sequence[Any]", value)) if isinstance(value, list | tuple) else [value]
+
+
+# -- a test that is written for torchrun -----------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """With ``--syncprims-worlds-ranks``, run the test and its fixtures on each rank."""
+    ranks = item.config.getoption("syncprims_worlds_ranks")
+    if ranks is None:
+        return None
+    from .rank_items import run_item
+
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in run_item(item, ranks):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
+    """Note what a test raises on a rank."""
+    if item.config.getoption("syncprims_worlds_ranks") is not None:
+        from .rank_items import note_error
+
+        note_error(item, call)
 
 
 # -- a test in its world ---------------------------------------------------------------------------

@@ -340,6 +340,60 @@ def test_a_suite_runs_unchanged_in_threads(tmp_path: Path) -> None:
     assert "1 left to its own launcher: the processes are not joined at once" in out
 
 
+UNDER_TORCHRUN = """
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.fixture(scope="session", autouse=True)
+def group():
+    dist.init_process_group("gloo")
+    yield
+    dist.destroy_process_group()
+
+
+def test_sum(tmp_path):
+    (tmp_path / "own").touch(exist_ok=False)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == int(os.environ["WORLD_SIZE"]) == 3
+
+
+def test_a_failure_of_one_rank():
+    print("this is rank", dist.get_rank())
+    assert dist.get_rank() != 2
+    dist.barrier()
+
+
+def test_a_rank_that_does_not_come():
+    if dist.get_rank() != 1:
+        dist.barrier()
+
+
+@pytest.mark.xfail(strict=True)
+def test_expected():
+    assert dist.get_rank() > 5
+
+
+def test_output(capsys):
+    print("text")
+    assert capsys.readouterr().out == "text\\n"
+    pytest.skip("all has been seen")
+"""
+
+
+def test_a_suite_for_torchrun_runs_on_ranks(tmp_path: Path) -> None:
+    (tmp_path / "test_suite.py").write_text(UNDER_TORCHRUN)
+    out = run_pytest(tmp_path, "--syncprims-worlds-ranks=3")
+    assert "2 failed, 1 passed, 1 skipped, 1 xfailed" in out, out
+    assert "rank 2 of 3: raised AssertionError" in out
+    assert "this is rank 2" in out
+    assert "DeadlockError: ranks [0, 2] of 3 wait and can never go on; rank 1 has finished" in out
+
+
 def test_a_path_may_follow_the_option(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_one.py").write_text("def test_one(): pass")
