@@ -24,7 +24,7 @@ __all__ = [  # noqa: RUF022 - in the order of the reference
     "SyncError", "Failure", "ConfigurationError", "BackendUnavailable", "CollectiveMismatch",
     "RankMismatch", "SyncTimeout", "PeerLost", "PeerFailed", "Evicted", "EncodingError",
     "WorldClosed", "ForkedProcess", "ConcurrentCall", "CheckpointError", "SharedMemoryError",
-    "SyncWarning",
+    "SyncWarning", "UnequalCallSites",
 ]  # fmt: skip
 
 __version__: str  #: the installed release

@@ -220,7 +220,14 @@ class PeerFailed(SyncError, RuntimeError):
 
 
 class SyncWarning(UserWarning):
-    """Ranks of a test have probably met in different calls, without a difference that counts."""
+    """The root of the warnings of worlds of tests."""
+
+
+class UnequalCallSites(SyncWarning):
+    """Ranks of a test have met in calls without a name from different lines.
+
+    They may be different calls: only their lines tell them apart.
+    """
 
 
 class CheckpointError(SyncError, OSError):
@@ -325,7 +332,7 @@ def load(data: bytes) -> SyncError:
 
 
 _KINDS: dict[str, type[SyncError]] = {kind.__name__: kind for kind in SyncError.__subclasses__()}
-for _kind in (SyncError, SyncWarning, *_KINDS.values()):
+for _kind in (SyncError, SyncWarning, UnequalCallSites, *_KINDS.values()):
     _kind.__module__ = "syncprims"  # tracebacks show the name that users import
 
 

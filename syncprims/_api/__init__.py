@@ -22,6 +22,7 @@ from syncprims.errors import (
     SyncError,
     SyncTimeout,
     SyncWarning,
+    UnequalCallSites,
     WorldClosed,
 )
 from syncprims.interface import Topology
@@ -65,5 +66,5 @@ __all__ = [  # noqa: RUF022 - in the order of the reference
     "SyncError", "Failure", "ConfigurationError", "BackendUnavailable", "CollectiveMismatch",
     "RankMismatch", "SyncTimeout", "PeerLost", "PeerFailed", "Evicted", "EncodingError",
     "WorldClosed", "ForkedProcess", "ConcurrentCall", "CheckpointError", "SharedMemoryError",
-    "SyncWarning",
+    "SyncWarning", "UnequalCallSites",
 ]  # fmt: skip

@@ -8,7 +8,6 @@ import os
 import sys
 from types import CodeType, FrameType, TracebackType
 
-from syncprims.errors import SyncWarning
 from syncprims.interface import Label, Mark, Note
 
 from .validation import check_name, plain_name
@@ -49,15 +48,36 @@ def _is_users(frame: FrameType, not_users: tuple[str, ...]) -> bool:
     return module == "__main__" or (".test" in module and not module.startswith("syncprims."))
 
 
+def users_frames(between: tuple[str, ...], until: str) -> list[FrameType]:
+    """Return the user's frames outwards, up to the function `until` of the library.
+
+    Frames of files below the folders `between` are not the user's. In a thread that the user has
+    started, there are none.
+    """
+    found: list[FrameType] = []
+    not_users = _NOT_USERS + between
+    frame: FrameType | None = _getframe(1)
+    while frame is not None:
+        if _is_users(frame, not_users):
+            found.append(frame)
+        elif frame.f_code.co_name == until:
+            return found
+        frame = frame.f_back
+    return []
+
+
 def _describe(frame: FrameType) -> str:
-    """Return ``file:line`` of `frame`; the path is relative if the file is below this directory."""
-    path = frame.f_code.co_filename
+    return describe_line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def describe_line(path: str, number: int) -> str:
+    """Return ``file:line``; the path is relative if the file is below this directory."""
     try:
         here = os.path.join(os.getcwd(), "")  # noqa: PTH109, PTH118
     except OSError:  # the working directory is gone
         here = ""
     relative = path[len(here) :] if path.startswith(here) else os.path.basename(path)  # noqa: PTH119
-    return f"{relative[-_LONGEST_PATH:]}:{frame.f_lineno}"
+    return f"{relative[-_LONGEST_PATH:]}:{number}"
 
 
 def describe_call() -> str:
@@ -70,19 +90,6 @@ def describe_call() -> str:
     name = call.f_locals.get("name")
     kind = call.f_code.co_qualname.partition(".<locals>")[0]
     return str(Label(kind, name if isinstance(name, str) else None, site=_describe(frame)))
-
-
-def warn_user(message: str) -> None:
-    """Issue a `SyncWarning` at the user's line, as :func:`warnings.warn` does."""
-    import warnings  # slow to import
-
-    frame = _getframe(1)
-    while frame.f_code.co_filename.startswith(_NOT_USERS) and frame.f_back:
-        frame = frame.f_back
-    at, names = (frame.f_code.co_filename, frame.f_lineno), frame.f_globals
-    registry = names.setdefault("__warningregistry__", {})
-    module = names.get("__name__") or "<unknown>"  # with None, Python would say nothing
-    warnings.warn_explicit(message, SyncWarning, *at, module, registry)
 
 
 @functools.lru_cache(_MOST_NOTES)

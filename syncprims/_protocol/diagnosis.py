@@ -8,8 +8,6 @@ from syncprims import errors
 from syncprims.errors import CollectiveMismatch, SyncError
 from syncprims.interface import Label, Status, ends_round
 
-from .call_site import warn_user
-
 CURE_MISMATCH = (
     "Every rank must make the same calls in the same order: look for a branch, an early return or "
     "a loop count that differs between ranks."
@@ -19,8 +17,6 @@ _CURE_SITES = (
     "that. If they belong together, give them one name=. Otherwise give each its own, and make "
     "them in the same order."
 )
-#: Calls in which a rank may take the value of another call in silence.
-_WITH_VALUES = {"broadcast", "all_gather", "all_reduce", "any_rank", "all_ranks", "trigger"}
 
 
 def mismatch_error(
@@ -35,28 +31,17 @@ def mismatch_error(
     )
 
 
-def compare_sites(
-    rank: int, number: int, labels: dict[int, Label], *, strict: bool
-) -> CollectiveMismatch | None:
-    """Return the error of calls on different lines that no name makes one call, if `strict`.
+def compare_sites(rank: int, number: int, labels: dict[int, Label]) -> CollectiveMismatch | None:
+    """Return the error of calls on different lines that no name makes one call; None if they agree.
 
-    Otherwise issue a `SyncWarning` if such calls carry values.
+    Without folders: ranks may have different working directories.
     """
-    label = labels[rank]
-    # Without folders: ranks may have different working directories.
-    sites = {label.site.rpartition("/")[2] for label in labels.values()}
-    if label.name is not None or len(sites) == 1:
+    if labels[rank].name is not None:
+        return None
+    if len({label.site.rpartition("/")[2] for label in labels.values()}) == 1:
         return None
     calls = {member: str(label) for member, label in labels.items()}
-    if strict:
-        return mismatch_error(rank, number, calls, _CURE_SITES)
-    if label.kind in _WITH_VALUES:
-        warn_user(
-            f"ranks made the same call on different lines (round {number}):\n{_list_calls(calls)}\n"
-            f"If these are different calls, their values are mixed up. Give each call a name=: "
-            f"calls of different names never meet, and those of one name may stand on any line."
-        )
-    return None
+    return mismatch_error(rank, number, calls, _CURE_SITES)
 
 
 def _list_calls(calls: dict[int, str]) -> str:

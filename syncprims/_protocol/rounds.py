@@ -68,8 +68,6 @@ class Rounds:
         self.index: int = board.members.index(rank)  #: of this rank among the members
         self.settings = settings
         self._library_rounds = library_rounds
-        # In a test of threads, it warns of what would be wrong in silence elsewhere.
-        self._compares_sites = settings.strict or board.virtual_time
         scale = max(1.0, len(board.members) / _FEW_MEMBERS)
         self._first_look = math.inf if board.virtual_time else _FIRST_LOOK * scale
         self._longest_pause = _LONGEST_PAUSE * scale
@@ -333,10 +331,9 @@ class Rounds:
                 calls = {r: str(n.label) for r, n in zip(self.members, notes, strict=True)}
                 error = mismatch_error(self.rank, number - self._library_rounds, calls)
                 self._break_group(errors.dump(error))
-        if self._compares_sites and number > self._library_rounds:
+        if self.settings.strict and number > self._library_rounds:
             labels = {r: n.label for r, n in zip(self.members, notes, strict=True)}
-            strict = self.settings.strict
-            refused = compare_sites(self.rank, number - self._library_rounds, labels, strict=strict)
+            refused = compare_sites(self.rank, number - self._library_rounds, labels)
             if refused is not None:
                 self._break_group(errors.dump(refused))
         if self._deadlocks.holds_verdict:

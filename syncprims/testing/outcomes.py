@@ -19,23 +19,32 @@ A program that handles these errors itself ends well, as it would in production.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from syncprims._protocol.call_site import users_part
 from syncprims._protocol.deadlock import describe_group
 from syncprims._protocol.diagnosis import CURE_MISMATCH
-from syncprims.errors import TORN, CollectiveMismatch, PeerFailed, PeerLost, SyncError, chain_of
+from syncprims.errors import (
+    TORN,
+    CollectiveMismatch,
+    PeerFailed,
+    PeerLost,
+    SyncError,
+    UnequalCallSites,
+    chain_of,
+)
 from syncprims.interface import Label
 
 from . import errors
 from .faults import Delay, Fault, Kill, Raise, Stop, is_due
+from .meetings import Line, RecordedCall, find_meetings, iterate_rounds
 from .rank_threads import RankThreads, rank_threads
 from .scheduler import Seed
 
@@ -58,19 +67,6 @@ _ADVICE = {
 #: ``left``: it had not ended when the world was given up. ``died``: its process ended by itself,
 #: without a result.
 End = Literal["returned", "raised", "killed", "stopped", "died", "left"]
-
-
-class RecordedCall(NamedTuple):
-    """One round that a rank came to."""
-
-    members: tuple[int, ...]  #: of the board
-    label: Label
-    board: str = ""  #: its name
-
-    @property
-    def at(self) -> tuple[tuple[int, ...], str]:
-        """The board: no other one has these members and this name."""
-        return self.members, self.board
 
 
 # -- what an exception says ------------------------------------------------------------------------
@@ -257,6 +253,11 @@ class WorldRun:
         )
 
     @property
+    def calls(self) -> dict[int, list[RecordedCall]]:
+        """The calls of each rank."""
+        return {outcome.rank: outcome.calls for outcome in self.outcomes}
+
+    @property
     def struck(self) -> list[Fault]:
         """The faults that have happened."""
         return [fault for outcome in self.outcomes for fault in outcome.struck]
@@ -291,13 +292,16 @@ def trim_stack(stack: Sequence[str]) -> list[str]:
 def results_of(run: WorldRun, replay: str, *, equal_rounds: bool = True) -> list[Any]:
     """Return the result of each rank, or raise the error of the world; `replay` is noted on errors.
 
-    With `equal_rounds`, ranks must have made as many calls as the others.
+    With `equal_rounds`, ranks must have made as many calls as the others, and calls without a name
+    that met from different lines are a warning.
 
     The errors are removed from the run. The frames of an error refer to the run, and such a cycle
     would keep all variables until the garbage collector runs.
     """
     __tracebackhide__ = True
     try:
+        if equal_rounds:
+            _warn_of_lines(run, replay)
         _raise_failures(run, replay)
         if equal_rounds and not run.struck and not any(o.torn for o in run.outcomes):
             _check_equal_rounds(run, replay)
@@ -328,6 +332,32 @@ def _raise_failures(run: WorldRun, replay: str) -> None:
             rank=died[0],
         )
         raise add_note(error, replay)
+
+
+def _warn_of_lines(run: WorldRun, replay: str) -> None:
+    """Warn of calls without a name that met from different lines, once for each set of lines."""
+    __tracebackhide__ = True
+    registry = globals().setdefault("__warningregistry__", {})
+    seen: set[frozenset[Line]] = set()
+    for one in find_meetings(run.calls):
+        lines = frozenset(one.lines.values())
+        if not one.is_doubtful or lines in seen:
+            continue
+        seen.add(lines)
+        shown = "\n".join(f"  {_named(ranks)}: {text}" for text, ranks in one.places.items())
+        text = (
+            f"ranks made the same call on different lines (round {one.number}"
+            f"{_of_group(' of', one.board, run)}):\n{shown}\n"
+            f"If these are different calls, they are paired wrongly, and their values are mixed "
+            f"up. Give each call a name=: calls of different names never meet. If they are one "
+            f"call in both branches (`if is_main(): ...; barrier()` and `else: barrier()`), "
+            f"nothing is wrong: give them one name=, or make the call once, after the branch."
+        )
+        at = max(one.lines.items())[1]
+        try:
+            warnings.warn_explicit(text, UnequalCallSites, at.path, at.number, registry=registry)
+        except UnequalCallSites as error:
+            raise add_note(error, replay) from None
 
 
 def _raise_causes(run: WorldRun, causes: Sequence[RankOutcome], replay: str) -> NoReturn:
@@ -426,7 +456,8 @@ def _with_report(
             if other.rank not in shown:
                 ended = other.failed_in_call and _failed_in(other, run)
                 lines.append(f"  rank {other.rank}: {ended or _position(other, run)}")
-        add_note(add_note(error, "\n".join(lines)), replay)
+        where = _different_lines(run) if isinstance(error, CollectiveMismatch) else ""
+        add_note(add_note(add_note(error, "\n".join(lines)), where), replay)
     return error
 
 
@@ -442,7 +473,7 @@ def add_note(error: E, note: str) -> E:
 
 
 def _described(what: str, run: WorldRun) -> str:
-    parts = [what, _all_lines(run), _first_difference(run), CURE_MISMATCH]
+    parts = [what, _all_lines(run), _different_lines(run), _first_difference(run), CURE_MISMATCH]
     return "\n".join(part for part in parts if part)
 
 
@@ -519,17 +550,22 @@ def _first_difference(run: WorldRun) -> str:
                 f"first difference: the same call on {shown}. Groups of the same ranks must be "
                 f"made and used in the same order on all of them"
             )
-    boards = {call.at for outcome in run.outcomes for call in outcome.calls}
-    for board in sorted(boards, key=lambda at: (-len(at[0]), *at)):
-        calls = [
-            [call.label for call in run.outcomes[rank].calls if call.at == board]
-            for rank in board[0]
-        ]
-        for number, labels in enumerate(itertools.zip_longest(*calls), 1):
-            if len(set(labels)) > 1:
-                shown = _grouped(dict(zip(board[0], labels, strict=True)))
-                return f"first difference: round {number}{_of_group(' of', board, run)} is {shown}"
+    for board, number, calls in iterate_rounds(run.calls):
+        labels = {rank: call and call.label for rank, call in calls.items()}
+        if len(set(labels.values())) > 1:
+            shown = _grouped(labels)
+            return f"first difference: round {number}{_of_group(' of', board, run)} is {shown}"
     return ""
+
+
+def _different_lines(run: WorldRun) -> str:
+    """Return where ranks first made the same call from different lines; "" if they never did."""
+    one = next(find_meetings(run.calls), None)
+    if one is None:
+        return ""
+    shown = ", ".join(f"{_named(ranks)} came from {text}" for text, ranks in one.places.items())
+    where = f"round {one.number}{_of_group(' of', one.board, run)}"
+    return f"first difference of lines: {where}: {shown}"
 
 
 def _grouped(labels: Mapping[int, Label | None]) -> str:

@@ -32,7 +32,8 @@ from syncprims.interface import (
 
 from .errors import Killed
 from .faults import Fault, apply_fault, current_target, is_due
-from .outcomes import RankOutcome, RecordedCall
+from .meetings import RecordedCall, find_path
+from .outcomes import RankOutcome
 
 JOIN = "init"  # the round in which a world starts; rounds are counted after it
 
@@ -186,7 +187,8 @@ def _probed_board(cls: Any) -> type[Any]:
                 self.__last = str(note.label)
                 super().post(note)
                 return
-            call = self.__last = RecordedCall(self.__ranks, note.label, self.__name)
+            call = RecordedCall(self.__ranks, note.label, self.__name, find_path())
+            self.__last = call
             if self.__recorded <= self.posted:  # else a second try: the first note was refused
                 self.__recorded = self.posted + 1
                 probe.record_call(call)

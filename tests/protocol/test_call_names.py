@@ -6,6 +6,7 @@ import enum
 import os
 import re
 import runpy
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ import syncprims as sp
 
 # Its limit takes more call sites than a program has.
 from syncprims._protocol.call_site import NoteCache
-from syncprims.testing import run_world
+from syncprims.testing import DeadlockError, run_world
 
 #: Every call that carries a value or a flag, with a name.
 CALLS: dict[str, Callable[[str], object]] = {
@@ -111,9 +112,10 @@ def test_strict_ranks_make_a_call_from_one_line(world: Ranks) -> None:
         assert "SYNCPRIMS_STRICT=1 refuses" in said
 
 
-def test_a_world_of_threads_warns_of_values_from_different_lines() -> None:
-    with pytest.warns(sp.SyncWarning, match="on different lines") as caught:
-        found = run_world(reversed_order, 2)
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_test_world_warns_of_values_from_different_lines(kind: Any) -> None:
+    with pytest.warns(sp.UnequalCallSites, match="on different lines") as caught:
+        found = run_world(reversed_order, 2, kind=kind)
     assert found == [[21.0, 12.0], [12.0, 21.0]]  # the values are mixed up
     assert {one.filename for one in caught} == {__file__}
     line = reversed_order.__code__.co_firstlineno + 5
@@ -121,22 +123,66 @@ def test_a_world_of_threads_warns_of_values_from_different_lines() -> None:
     assert f"rank 1: all_reduce (tests/protocol/test_call_names.py:{line})" in said
 
 
+def save() -> None:
+    sp.barrier()
+
+
+def save_on_main(epochs: int) -> None:
+    for _ in range(epochs):
+        if sp.is_main():
+            save()
+        save()
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_barrier_that_meets_another_one_is_found_by_the_lines_that_lead_to_it(kind: Any) -> None:
+    """Both are in one helper: their own lines are the same."""
+    with (
+        pytest.warns(sp.UnequalCallSites) as caught,
+        pytest.raises(DeadlockError) as deadlock,
+    ):
+        run_world(lambda: save_on_main(3), 3, kind=kind)
+    here, first = "tests/protocol/test_call_names.py", save_on_main.__code__.co_firstlineno
+    helper = f"barrier ({here}:{save.__code__.co_firstlineno + 1}) in save(), called at {here}"
+    assert len(caught) == 1  # once for the two lines, and not in each epoch
+    said = str(caught[0].message)
+    assert f"(round 1):\n  rank 0: {helper}:{first + 3}\n" in said
+    assert f"ranks [1, 2]: {helper}:{first + 4}\n" in said
+    assert "`if is_main(): ...; barrier()` and `else: barrier()`" in said
+    assert (
+        f"first difference of lines: round 1: rank 0 came from {helper}:{first + 3}, "
+        f"ranks [1, 2] came from {helper}:{first + 4}"
+    ) in str(deadlock.value)
+
+
+def test_calls_in_threads_of_a_rank_have_no_lines_to_compare() -> None:
+    def program() -> None:
+        if sp.is_main():
+            thread = threading.Thread(target=sp.barrier)
+            thread.start()
+            thread.join()
+        else:
+            sp.barrier()
+
+    run_world(program, 2)  # a warning would be an error
+
+
 def test_the_warning_can_be_an_error() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", sp.SyncWarning)
-        with pytest.raises(sp.SyncWarning, match="Give each call a name="):
+        with pytest.raises(sp.UnequalCallSites, match="Give each call a name="):
             run_world(reversed_order, 2)
 
 
-def test_names_and_barriers_on_different_lines_are_no_reason_to_warn() -> None:
+def test_names_and_blocks_on_different_lines_are_no_reason_to_warn() -> None:
     def program() -> list[Any]:
         if sp.is_main():
-            sp.barrier()
+            sp.barrier("both")
             found = [sp.all_reduce(1, name="loss"), sp.broadcast(1, name="one")]
             with sp.main_first():
                 pass
         else:
-            sp.barrier()
+            sp.barrier("both")
             found = [sp.all_reduce(1, name="loss"), sp.broadcast(0, name="one")]
             with sp.main_first():
                 pass

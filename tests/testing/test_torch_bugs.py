@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from syncprims import CollectiveMismatch, PeerLost
+from syncprims import CollectiveMismatch, PeerLost, UnequalCallSites
 from syncprims.testing import DeadlockError, Kill, RankDied, every_point, explore, run_world
 
 RANKS = 4
@@ -168,6 +168,32 @@ def test_a_bug_is_named_in_processes(expected: Expected) -> None:
     with pytest.raises(expected.error) as caught:
         run_world(in_program(expected.bug), RANKS, torch=True, kind="processes")
     check(caught.value, expected)
+
+
+def test_a_call_of_torch_that_meets_one_of_another_line_is_a_warning() -> None:
+    def program() -> None:
+        dist.init_process_group()
+        if dist.get_rank() == 0:
+            dist.barrier()  # of a save
+        dist.barrier()  # of an epoch
+        if dist.get_rank() != 0:
+            dist.barrier()  # the next save
+        if dist.get_rank() == 0:  # the root in a branch is common
+            dist.broadcast(ones(), 0)
+        else:
+            dist.broadcast(torch.zeros(4), 0)
+        dist.destroy_process_group()
+
+    with pytest.warns(UnequalCallSites) as caught:
+        run_world(program, 3, torch=True)
+    first = program.__code__.co_firstlineno
+    assert len(caught) == 2
+    assert f"  rank 0: barrier (tests/testing/{__name__}.py:{first + 3})\n" in str(
+        caught[0].message
+    )
+    assert f"  ranks [1, 2]: barrier (tests/testing/{__name__}.py:{first + 4})\n" in str(
+        caught[0].message
+    )
 
 
 def train() -> float:
