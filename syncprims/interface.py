@@ -74,6 +74,7 @@ class Settings(NamedTuple):
     mixed_precision: str | None = None  #: what `training` computes in, unless a script sets it
     elastic: bool = False  #: a process may join a run that goes on, in place of a lost rank
     dump_after: float = math.inf  #: a longer wait logs where all threads of this rank are
+    check_replicas: int = 0  #: after so many steps `training` compares models; 0: never
 
 
 def own_device_index(current: int, count: int, local_rank: int) -> int:

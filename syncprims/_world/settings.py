@@ -48,6 +48,12 @@ def _switch(name: str, value: str) -> bool:
     return value == "1"
 
 
+def _count(name: str, value: str) -> int:
+    if not (value.isascii() and value.isdecimal()):
+        raise ConfigurationError(f"{name}={value!r}: it takes a whole number, or 0")
+    return int(value)
+
+
 def _seconds(name: str, value: str) -> float:
     try:
         seconds = float(value)
@@ -85,6 +91,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "trace": ("SYNCPRIMS_TRACE", _text),
     "trace_limit": ("SYNCPRIMS_TRACE_LIMIT", _mebibytes),
     "mixed_precision": ("SYNCPRIMS_MIXED_PRECISION", _text),
+    "check_replicas": ("SYNCPRIMS_CHECK_REPLICAS", _count),
     "elastic": ("SYNCPRIMS_ELASTIC", _switch),
 }
 #: Every variable with our prefix that is read.

@@ -316,6 +316,7 @@ class RunningWorld(World):
             "run id": top.run_id,
             "SYNCPRIMS_PICKLE": self.settings.pickle,
             "SYNCPRIMS_STRICT": self.settings.strict,
+            "SYNCPRIMS_CHECK_REPLICAS": self.settings.check_replicas,
         }
         rounds = self.group.rounds
         trace = recorder.run if recorder is not None else None

@@ -39,6 +39,7 @@ SETTINGS = (
     ("SYNCPRIMS_PICKLE", "1, pickle is allowed"),
     ("SYNCPRIMS_STRICT", "0, lines of calls are not compared"),
     ("SYNCPRIMS_MIXED_PRECISION", "no"),
+    ("SYNCPRIMS_CHECK_REPLICAS", "0, replicas are not compared"),
     ("SYNCPRIMS_SERVE_TORCH", "0, torch.distributed has the backend it asks for"),
     ("SYNCPRIMS_TRACE", "no trace"),
     ("SYNCPRIMS_TRACE_LIMIT", "256, MiB for each rank"),

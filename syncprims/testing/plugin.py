@@ -25,7 +25,8 @@ from .worlds import explore, run_world
 
 _ARGUMENT = "syncprims_world"  # the hidden parameter of tests that run in several worlds
 _OPTIONS = (
-    "ranks", "kind", "backend", "schedules", "seed", "faults", "timeout", "nodes", "torch"
+    "ranks", "kind", "backend", "schedules", "seed", "faults", "timeout", "nodes", "torch",
+    "replicas",
 )  # fmt: skip
 _SUITES: pytest.StashKey[Any] = pytest.StashKey()
 _STALLED: pytest.StashKey[str] = pytest.StashKey()  # the first test whose world has stalled
@@ -60,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "world(ranks=4, kind='threads', backend=None, schedules=1, seed=None, faults=(), "
-        "timeout=60, nodes=1, torch=False): run the body once per rank of a world; "
+        "timeout=60, nodes=1, torch=False, replicas=False): run the body once per rank of a world; "
         "lists of ranks, kinds, backends and schedules make a test of each",
     )
     text = config.getoption("world_seed")
@@ -318,7 +319,7 @@ def _own_variables(item: pytest.Function, options: dict[str, Any]) -> Generator[
     try:
         yield
     finally:
-        if monkeypatch is not None and options.get("torch"):
+        if monkeypatch is not None and (options.get("torch") or options.get("replicas")):
             made = monkeypatch._setitem[before:]
             monkeypatch._setitem[before:] = [one for one in made if one[0] is not os.environ]
 

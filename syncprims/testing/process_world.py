@@ -276,7 +276,7 @@ def _run_worker(job: _Job, rank: int) -> None:
         if spec.torch:
             from .torch_worlds import serve_in_process  # imports torch
 
-            serve_in_process(rank, job.folder / "store")
+            serve_in_process(rank, job.folder / "store", spec.replicas)
         with threads_belong_to_ranks():
             outcome.run_program(spec.fn, provided_world(), await_threads, RankThreads())
         write("end", _describe_end(outcome))

@@ -85,7 +85,7 @@ class ThreadWorld:
             variables = make_torchrun_variables()
             for of_rank in self._environs:
                 of_rank |= variables
-            self._torch = TorchThreads(self._environs)
+            self._torch = TorchThreads(self._environs, spec.replicas)
         self._backend: Any = load_backend("threads")
         self._scheduler = Scheduler(
             len(ranks),

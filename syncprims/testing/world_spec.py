@@ -152,6 +152,7 @@ class WorldSpec:
     timeout: float | timedelta | None = 60
     nodes: int = 1
     torch: bool = False  #: torch.distributed is served
+    replicas: bool = False  #: they are compared at each step; only with torch
     traced: bool = True  #: as SYNCPRIMS_TRACE says; else not at all
     schedule: Schedule | None = None  #: instead of that of the seed
 

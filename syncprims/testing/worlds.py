@@ -33,6 +33,7 @@ def run_world(
     timeout: float | timedelta | None = 60,
     nodes: int = 1,
     torch: bool = False,
+    replicas: bool = False,
 ) -> list[Any]:
     """Run ``fn()`` on each rank of a new world; return the results in rank order.
 
@@ -52,6 +53,9 @@ def run_world(
     :param torch: ``torch.distributed`` is served in `fn`: ``init_process_group`` opens a group of
         this world, whatever backend it names. In threads, each rank then has its own ``os.environ``
         and random states.
+    :param replicas: at each step of an optimizer, compare its models, and the tensors that it keeps
+        for them, between ranks; a difference is a `RankMismatch`. Not what is different by design:
+        shards, what DDP is told to ignore, and buffers that DDP is about to copy. Implies `torch`.
     :param timeout: seconds of real time after which a world that still runs is given up.
     :raises DeadlockError: if ranks wait for notes that can never come.
     :raises UnequalRounds: if all ended without an error, but with different numbers of calls.
@@ -64,7 +68,10 @@ def run_world(
     """
     __tracebackhide__ = True
     chosen = choose_seed(seed)
-    run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [*faults], timeout, nodes, torch))
+    torch = torch or replicas
+    run = run_once(
+        WorldSpec(fn, ranks, kind, backend, chosen, [*faults], timeout, nodes, torch, replicas)
+    )
     results = results_of(run, test_context.get().replay(run.seed))
     check_faults_struck(run, run.missed)
     return results
@@ -108,6 +115,7 @@ def explore(
     timeout: float | timedelta | None = 60,
     nodes: int = 1,
     torch: bool = False,
+    replicas: bool = False,
     check: Callable[[list[Any]], object] | None = None,
 ) -> Explored:
     """Run ``fn()`` under many schedules, in worlds of threads; return if none fails.
@@ -137,7 +145,8 @@ def explore(
         raise ValueError(f"schedules={most}, depth={depth}: at least 1 of each")
     spec = WorldSpec(
         fn, ranks, seed=choose_seed(seed), faults=[*faults], timeout=timeout, nodes=nodes,
-        torch=torch, traced=False,  # a trace of a thousand runs is of no use
+        torch=torch or replicas, replicas=replicas,
+        traced=False,  # a trace of a thousand runs is of no use
     )  # fmt: skip
     if strategy == "pct" and not spec.seed.depth:  # PCT has to know how many steps there are
         pct = spec.seed._replace(depth=depth, steps=run_once(spec).steps)

@@ -45,8 +45,11 @@ class Accumulator:
     windows of different models, and different accumulators, are independent. Without
     `sync_with_dataloader` the end of a loader closes nothing. With `sync_each_batch` gradients are
     averaged over the ranks after each micro-batch, with the same result at the end. With
-    `divide_by_steps` every mean loss is divided by `steps` at once, as in Accelerate: also where a
-    window holds fewer.
+    `check_replicas` n, every n-th step of a prepared optimizer ends with a comparison between ranks
+    of prepared models and of the optimizer's tensors, by digest: a difference is a `RankMismatch`
+    on all ranks, with the first tensors that differ. None is ``SYNCPRIMS_CHECK_REPLICAS``, else 0:
+    never. With `divide_by_steps` every mean loss is divided by `steps` at once, as in Accelerate:
+    also where a window holds fewer.
 
     A plain ``loss.backward()`` averages over the ranks, too, except in a block that closes no
     window. It does not count as a micro-batch, and its loss is not scaled.
@@ -62,11 +65,16 @@ class Accumulator:
         sync_with_dataloader: bool = True,
         sync_each_batch: bool = False,
         divide_by_steps: bool = False,
+        check_replicas: int | None = None,
     ) -> None:
         self.precision: Precision = precision or Precision("no")
         self.sync_with_dataloader = sync_with_dataloader  #: a loader's last batch closes a window
         self.sync_each_batch = sync_each_batch  #: gradients are averaged after each micro-batch
         self.divide_by_steps = divide_by_steps  #: each mean loss, whatever its window holds
+        #: steps from one comparison of the replicas to the next; 0: there is none
+        self.check_replicas: int | None = check_replicas
+        if check_replicas is not None and operator.index(check_replicas) < 0:
+            raise ValueError(f"check_replicas={check_replicas!r}: it takes a number of steps, or 0")
         self.loaders: OpenLoaders = OpenLoaders()  #: prepared loaders that are being iterated
         self.models: list[nn.Module] = []  #: prepared models, for a block that names none
         self.optimizers: list[Any] = []  #: prepared optimizers that step with this accumulator

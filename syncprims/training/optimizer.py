@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from .accumulation import AccumulationWindow, Accumulator, parameters_of
+from .replicas import compare_replicas
 
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # pyright: ignore[reportPrivateUsage]
 
@@ -128,7 +129,20 @@ class PreparedOptimizer(Optimizer):
             window.stepped, self._stepped = True, window.period
         self.steps_skipped += self.step_was_skipped
         self.steps_taken += not self.step_was_skipped
+        if self._accumulator.check_replicas:
+            self._check_replicas(window)
         return result
+
+    def _check_replicas(self, window: AccumulationWindow | None) -> None:
+        """Compare the replicas, if this is the step for it. Collective.
+
+        Not where ranks without batches join: they make no steps. In its block, a window has yet to
+        make buffers equal.
+        """
+        accumulator, step = self._accumulator, self.steps_taken + self.steps_skipped
+        if step % (accumulator.check_replicas or 1) == 0 and accumulator._announce is None:
+            inside = window is not None and window.inside
+            compare_replicas(accumulator.models, self.optimizer, step, buffers=not inside)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients that a step has used; those that wait for a step stay."""

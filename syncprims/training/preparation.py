@@ -159,6 +159,8 @@ class Preparation:
             prepared = optimizer
             prepared._follow(accumulator)  # pyright: ignore[reportPrivateUsage]
         accumulator.optimizers.append(prepared)
+        if accumulator.check_replicas is None:
+            accumulator.check_replicas = current().settings.check_replicas
         return prepared
 
     def scheduler(self, scheduler: Any) -> PreparedScheduler:

@@ -32,6 +32,7 @@ from torch import nn
 
 import syncprims
 from syncprims.accelerate import Accelerator
+from syncprims.testing import run_world
 from syncprims.training import (
     Accumulator,
     PreparedOptimizer,
@@ -920,3 +921,50 @@ def test_weighted_passes_outside_of_windows_cannot_be_joined() -> None:
     model, _, loader = one_batch_each_and_one_more(job)
     with pytest.raises(ValueError, match="`with accumulate"), job.join_uneven_inputs([model]):
         job.backward(model(next(iter(loader))).sum(), weight=1)
+
+
+def replicas(change: bool, **options: Any) -> None:
+    """Take four steps; with `change`, rank 1 changes a weight by itself before the third."""
+    accumulator = Accumulator(**options)
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model, optimizer = prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), accumulator=accumulator
+    )
+    for step in range(4):
+        if change and step == 2 and syncprims.get_rank() == 1:
+            with torch.no_grad():
+                model[0].bias += 1
+        with accumulator(model):
+            accumulator.backward(model(torch.randn(4, 2)).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@everywhere
+def test_replicas_that_differ_are_named_at_the_next_comparison(world: Ranks) -> None:
+    if world.ranks == 1:
+        pytest.skip("it has nobody to differ from")
+
+    def program() -> str:
+        replicas(False, check_replicas=1)
+        replicas(True)  # off
+        with pytest.raises(syncprims.RankMismatch) as caught:
+            replicas(True, check_replicas=2)
+        syncprims.barrier("all raise, and stay in step")
+        return str(caught.value)
+
+    agreed = "no two ranks agree"
+    if world.ranks > 2:
+        agreed = f"ranks {[0, *range(2, world.ranks)]} agree, rank 1 differs"
+    for said in world.run(program):
+        assert f"after step 4, first here:\n  parameter '0.bias': {agreed}\n" in said
+        assert "weight" not in said.split("\n", 2)[1]
+
+
+def test_a_variable_switches_the_comparison_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCPRIMS_CHECK_REPLICAS", "3")
+    with pytest.raises(syncprims.RankMismatch, match="after step 3"):
+        run_world(lambda: replicas(True), 2)
+    run_world(lambda: replicas(True, check_replicas=0), 2)
+    with pytest.raises(ValueError, match="check_replicas=-1"):
+        Accumulator(check_replicas=-1)

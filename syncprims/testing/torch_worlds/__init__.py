@@ -17,6 +17,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from syncprims.testing.faults import current_target
 from syncprims.testing.orders import Mode
 
 from .rank_globals import RankGlobals, make_fresh_process
+from .replicas import ReplicaComparison
 
 # -- the store -------------------------------------------------------------------------------------
 
@@ -282,7 +284,9 @@ class _SameParameters:
             mine = {
                 name: zlib.crc32(raw(items_of(parameter)))
                 for name, parameter in model.module.named_parameters()
-                if type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
+                if type(parameter.data) is torch.Tensor
+                and parameter.device.type == "cpu"
+                and name not in model.parameters_to_ignore
             }
         place = ("parameters", *ranks, number, passed)
         with _shared(self._path) as values:
@@ -310,13 +314,18 @@ def _meet_makers(call: str, ranks: Sequence[int] | None) -> None:
 
 
 @contextlib.contextmanager
-def _serve(store: Path) -> Generator[None]:
-    """Serve, within the block, every group that this process opens; `store` is a file."""
+def _serve(store: Path, replicas: bool) -> Generator[None]:
+    """Serve, within the block, every group that this process opens; `store` is a file.
+
+    With `replicas`, compare them at each step.
+    """
+    comparison = ReplicaComparison(partial(_shared, store))
     with (
         torch_internals.replaced_rendezvous(_Rendezvous(store)),
         torch_internals.replaced_init_barrier(_meet_makers),
         serve_every_backend(),
         torch_internals.before_ddp_forward(_SameParameters(store)),
+        comparison.at_each_step() if replicas else contextlib.nullcontext(),
     ):
         yield
 
@@ -337,8 +346,9 @@ def import_lazy_modules() -> None:
 class TorchThreads:
     """Serves ``torch.distributed`` in a world of threads."""
 
-    def __init__(self, environs: Sequence[Mapping[str, str]]) -> None:
+    def __init__(self, environs: Sequence[Mapping[str, str]], replicas: bool) -> None:
         import_lazy_modules()
+        self._replicas = replicas
         self._globals = RankGlobals(environs)
         #: See there; called with each rank that gets the turn.
         self.enter: Callable[[int | None], None] = self._globals.enter
@@ -353,7 +363,7 @@ class TorchThreads:
         self._autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
         with (
             tempfile.NamedTemporaryFile() as file,
-            _serve(Path(file.name)),
+            _serve(Path(file.name), self._replicas),
             torch_internals.threads_as_processes(),
         ):
             torch.set_num_threads(1)  # as in a process of a test; each new thread inherits it
@@ -386,11 +396,11 @@ class TorchThreads:
         return run
 
 
-def serve_in_process(rank: int, store: Path) -> None:
+def serve_in_process(rank: int, store: Path, replicas: bool) -> None:
     """Serve ``torch.distributed`` in this process, which is a rank, until its end."""
     make_fresh_process(rank)
     torch_internals.forget_group_names()
-    _serving.enter_context(_serve(store))
+    _serving.enter_context(_serve(store, replicas))
 
 
 _serving = contextlib.ExitStack()  # never closed: the process ends before

@@ -1,0 +1,114 @@
+"""Tensors of training that are to be the same on all ranks, compared by digests.
+
+What is different by design is left out: tensors that are no plain memory, such as the shards of
+FSDP2 and DTensor, what is in a model of FSDP1, what DDP is told to ignore, and optimizers that
+torch has made for several ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from zlib import crc32
+
+from syncprims.errors import RankMismatch
+
+from .arrays import flat, is_tensor, on_host, raw
+
+_SHOWN = 5
+Digests = dict[str, int]  # by the name of a tensor
+
+
+def digest_model(model: Any) -> Digests:
+    """Return the digest of each parameter of a model."""
+    return digest_tensors(_named(model, "parameter"))
+
+
+def digest_buffers(model: Any) -> Digests:
+    """Return the digest of each buffer of a model, unless its DDP makes them equal by itself."""
+    if is_ddp(model) and model.broadcast_buffers:
+        return {}
+    return digest_tensors(_named(model, "buffer"))
+
+
+def digest_optimizer(optimizer: Any, models: Iterable[Any]) -> Digests:
+    """Return the digest of each tensor that an optimizer keeps for a parameter of these models."""
+    if type(optimizer).__module__.startswith("torch.distributed"):
+        return {}
+    names = {p: name for model in models for name, p in _named(model, "parameter")}
+    return digest_tensors(
+        (f"{key} of {names[p]}", value)
+        for p, kept in optimizer.state.items()
+        if p in names
+        for key, value in kept.items()
+    )
+
+
+def is_ddp(model: object) -> bool:
+    """Return whether a model is torch's DDP."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return isinstance(model, DistributedDataParallel)
+
+
+def _named(model: Any, kind: str) -> Iterator[tuple[str, Any]]:
+    inner = model.module if is_ddp(model) else model
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in inner.modules()):
+        return
+    ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", ())
+    tensors = inner.named_parameters() if kind == "parameter" else inner.named_buffers()
+    yield from ((f"{kind} {name!r}", tensor) for name, tensor in tensors if name not in ignored)
+
+
+def digest_tensors(tensors: Iterable[tuple[str, Any]]) -> Digests:
+    """Return the digest of each tensor that is plain memory."""
+    return {
+        name: crc32(raw(flat(on_host(tensor.detach()))))
+        for name, tensor in tensors
+        if is_tensor(tensor) and _is_plain(tensor)
+    }
+
+
+def _is_plain(tensor: Any) -> bool:
+    import torch
+
+    return (
+        not torch.nn.parameter.is_lazy(tensor)
+        and type(tensor.data) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+    )
+
+
+def difference(digests: Mapping[int, Digests], when: str) -> RankMismatch | None:
+    """Return the error of ranks whose digests differ; None if they do not.
+
+    It is about the lowest rank that is not with the most.
+    """
+    lines: list[str] = []
+    first: list[list[int]] = []  # the ranks that agree about the first tensor, the most first
+    for name in dict.fromkeys(name for of_rank in digests.values() for name in of_rank):
+        alike: dict[int | None, list[int]] = {}
+        for rank, of_rank in digests.items():
+            alike.setdefault(of_rank.get(name), []).append(rank)
+        if len(alike) > 1:
+            groups = sorted(alike.values(), key=lambda ranks: (-len(ranks), ranks))
+            first = first or groups
+            shown = "no two ranks agree"
+            if len(groups[0]) > 1:
+                shown = ", ".join(
+                    f"ranks {ranks} agree" if len(ranks) > 1 else f"rank {ranks[0]} differs"
+                    for ranks in groups
+                )
+            lines.append(f"  {name}: {shown}")
+    if not lines:
+        return None
+    more = f"\n  and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else ""
+    text = "\n".join(lines[:_SHOWN])
+    return RankMismatch(
+        f"replicas differ between ranks {when}, first here:\n{text}{more}\n"
+        f"Only gradients are averaged. Look for other initial values, a no_sync(), a step or a "
+        f"frozen parameter that not all ranks have, a forward pass past DDP, or buffers that no "
+        f"one makes equal.",
+        rank=min(first[1]),
+    )
