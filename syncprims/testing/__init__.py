@@ -6,6 +6,7 @@ No other part of the library imports this package.
 from __future__ import annotations
 
 from .contract import BackendContract
+from .dealing import assert_dealt
 from .errors import (
     DeadlockError,
     FaultMissed,
@@ -35,6 +36,7 @@ __all__ = [
     "UncontrolledError",
     "UnequalRounds",
     "access",
+    "assert_dealt",
     "every_point",
     "explore",
     "once_per_session",
