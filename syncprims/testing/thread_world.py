@@ -29,6 +29,7 @@ from syncprims.interface import Backend, Settings, Topology
 from .errors import Killed, WorldAborted
 from .faults import FaultTarget, Join, current_target
 from .outcomes import RankOutcome, WorldRun, trim_stack
+from .outside import waits_give_turn
 from .probe import Probe, probe_backend
 from .rank_threads import threads_belong_to_ranks, wake
 from .scheduler import RankThread, Scheduler
@@ -116,6 +117,7 @@ class ThreadWorld:
         with (
             threads_as_ranks(),
             threads_belong_to_ranks(),
+            waits_give_turn(),
             capture_ranks(),
             _one_processor(self._spec.seed.number),
             self._torch.serve() if self._torch else contextlib.nullcontext(),
