@@ -64,7 +64,7 @@ def _selecting(original: Callable[..., Any], count: int) -> Callable[..., Any]:
     def call(*args: Any, **named: Any) -> Any:
         timeout = named.get("timeout", args[count] if len(args) > count else None)
         turn = _turn_to_give(timeout)
-        if turn is None or turn.has_threads():
+        if turn is None or timeout is None or turn.has_threads():
             return original(*args, **named)
         look = functools.partial(original, *args[:count], 0)
         turn.wait_outside(lambda: any(look()), timeout)

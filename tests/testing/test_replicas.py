@@ -93,11 +93,12 @@ def test_buffers_that_nobody_makes_equal_are_named() -> None:
 def test_what_differs_by_design_is_no_difference(kind: Any) -> None:
     def program() -> None:
         train(through, make())  # DDP copies the buffers before the next pass
-        own = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         torch.manual_seed(0)
-        nn.init.normal_(own[0].weight)
-        nn.init.zeros_(own[0].bias)
-        DDP._set_params_and_buffers_to_ignore_for_model(own, ["1.weight", "1.bias"])
+        first = nn.Linear(4, 4)
+        torch.manual_seed(dist.get_rank())
+        own: Any = nn.Sequential(first, nn.Linear(4, 4))
+        ddp: Any = DDP
+        ddp._set_params_and_buffers_to_ignore_for_model(own, ["1.weight", "1.bias"])
         train(through, DDP(own))
 
     run_world(in_group(program), 2, kind=kind, replicas=True)

@@ -419,7 +419,7 @@ def test_the_store_loses_nothing_when_processes_write_at_once() -> None:
         for _ in range(300):
             store.add("count", 1)
         dist.barrier()
-        return store.add("count", 0)
+        return int(store.add("count", 0))
 
     assert run_world(program, ranks=4, kind="processes", torch=True) == [1200] * 4
 
