@@ -93,11 +93,11 @@ def test_buffers_that_nobody_makes_equal_are_named() -> None:
 def test_what_differs_by_design_is_no_difference(kind: Any) -> None:
     def program() -> None:
         train(through, make())  # DDP copies the buffers before the next pass
-        torch.manual_seed(0)
-        first = nn.Linear(4, 4)
-        torch.manual_seed(dist.get_rank())
-        own: Any = nn.Sequential(first, nn.Linear(4, 4))
+        own: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         ddp: Any = DDP
+        torch.manual_seed(0)
+        nn.init.normal_(own[0].weight)
+        nn.init.zeros_(own[0].bias)
         ddp._set_params_and_buffers_to_ignore_for_model(own, ["1.weight", "1.bias"])
         train(through, DDP(own))
 
