@@ -75,6 +75,7 @@ class Accumulator:
         self.check_replicas: int | None = check_replicas
         if check_replicas is not None and operator.index(check_replicas) < 0:
             raise ValueError(f"check_replicas={check_replicas!r}: it takes a number of steps, or 0")
+        self.skipped: int = 0  #: micro-batches that :meth:`backward` has skipped on all ranks
         self.loaders: OpenLoaders = OpenLoaders()  #: prepared loaders that are being iterated
         self.models: list[nn.Module] = []  #: prepared models, for a block that names none
         self.optimizers: list[Any] = []  #: prepared optimizers that step with this accumulator
@@ -133,7 +134,15 @@ class Accumulator:
 
     __call__ = accumulate
 
-    def backward(self, /, loss: torch.Tensor, weight: float | None = None, **options: Any) -> None:
+    def backward(
+        self,
+        /,
+        loss: torch.Tensor,
+        weight: float | None = None,
+        *,
+        skip: object = None,
+        **options: Any,
+    ) -> None:
         """Add the gradients of `loss` to the window; with its last micro-batch, they are its mean.
 
         With `weight`, `loss` is the sum over that many items, and the window's result the mean over
@@ -141,12 +150,24 @@ class Accumulator:
         any block, `loss` is a window of its own, divided by :attr:`steps`, as a loop that counts by
         itself expects.
 
+        If `skip` is true on any rank, the micro-batch does not count on any: the window waits for
+        another one, or closes without it at the end of a loader. All ranks give `skip`, or none.
+
         :raises ValueError: if a window mixes losses with and without a weight, or a micro-batch
             losses of different weights.
         """
         window = self.entered[-1] if self.entered else None
+        if skip is not None and (window is None or not window.inside or self._announce):
+            raise ValueError(
+                "backward(skip=...): call it in `with accumulate(model):`, and not in "
+                "join_uneven_inputs(), where ranks have different numbers of batches"
+            )
         if window is None or (window.stepped and not window.inside):
             self._backward_outside(loss, weight, options)
+            return
+        if skip is not None and any_rank(skip, name="skip"):
+            self.skipped += 1
+            window.skip()
             return
         if self._announce is not None:
             self._announce("backward", weight is not None)
@@ -379,6 +400,7 @@ class AccumulationWindow:
         self._items = 0.0  # of this rank; without weights, its micro-batches
         self._weighted: bool | None = None
         self._current: float | None = None  # items of the current micro-batch
+        self._ends_loader = False  # it is the last one of its loader
         self._factor: float | None = None  # the sums were scaled by it
 
     @property
@@ -446,7 +468,15 @@ class AccumulationWindow:
             self._reset()
         self.count += 1
         self._current = None
+        self._ends_loader = at_end
         self.sync = at_end or self.count >= self._accumulator.steps
+
+    def skip(self) -> None:
+        """Leave the current micro-batch out of the window, as all ranks do. Collective."""
+        self.count -= 1
+        self.sync = False
+        if self._ends_loader:
+            self.close()
 
     def end_micro_batch(self) -> None:
         """Make buffers equal on all ranks if the micro-batch was the last of its window."""

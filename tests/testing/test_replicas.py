@@ -143,3 +143,19 @@ def test_rounds_keep_their_numbers() -> None:
 
     with pytest.raises(UnequalRounds, match="rank 0: finished after its round 1,"):
         run_world(program, 2, replicas=True)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # ZeRO uses it
+@both_kinds
+def test_an_optimizer_for_several_ranks_is_compared_at_its_end(kind: Any) -> None:
+    """Inside, each rank steps other parameters, and keeps the state of those."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def program() -> None:
+        model = make()
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
+        for _ in range(2):
+            model(torch.randn(8, 4)).square().sum().backward()
+            optimizer.step()
+
+    run_world(in_group(program), 2, kind=kind, replicas=True)

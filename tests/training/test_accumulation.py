@@ -968,3 +968,41 @@ def test_a_variable_switches_the_comparison_on(monkeypatch: pytest.MonkeyPatch) 
     run_world(lambda: replicas(True, check_replicas=0), 2)
     with pytest.raises(ValueError, match="check_replicas=-1"):
         Accumulator(check_replicas=-1)
+
+
+@pytest.mark.parametrize("weight", [None, 1])
+def test_a_micro_batch_that_one_rank_skips_counts_on_none(weight: int | None) -> None:
+    def train(steps: int, bad: set[tuple[int, int]]) -> tuple[list[float], int]:
+        """Return the gradient of each step; `bad` has ranks and batches."""
+        accumulator = Accumulator(steps)
+        model, optimizer, loader = prepare(
+            *(model := unit_model(), torch.optim.SGD(model.parameters(), lr=0.0)),
+            feed([torch.full((1,), float(n)) for n in range(1, 11)], batch_size=1),
+            accumulator=accumulator,
+        )
+        rank, seen = syncprims.get_rank(), []
+        for number, batch in enumerate(loader):
+            with accumulator(model):
+                loss = model(batch).sum()
+                accumulator.backward(loss, weight, skip=(rank, number) in bad)
+                if accumulator.sync_gradients:
+                    seen.append(gradient(model))
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen, accumulator.skipped
+
+    def expect(batches: list[int]) -> float:
+        """Return the mean of these batches, numbered on each rank; the ranks take turns."""
+        values = [2 * number + 1 + rank for number in batches for rank in range(2)]
+        return sum(values) / len(values)
+
+    def program() -> None:
+        assert train(2, set()) == ([expect([0, 1]), expect([2, 3]), expect([4])], 0)
+        assert train(2, {(1, 1)}) == ([expect([0, 2]), expect([3, 4])], 1)
+        assert train(2, {(0, 1), (1, 4)}) == ([expect([0, 2]), expect([3])], 2)
+        assert train(1, {(1, 4)}) == ([expect([n]) for n in range(4)], 1)
+        assert train(9, {(n % 2, n) for n in range(5)}) == ([], 5)
+        with pytest.raises(ValueError, match="call it in"):
+            Accumulator().backward(torch.ones((), requires_grad=True), skip=True)
+
+    run_world(program, 2)
