@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .accumulation import AccumulationWindow, Accumulator, parameters_of
@@ -108,10 +109,15 @@ class PreparedOptimizer(Optimizer):
         """Step if the window is closed; otherwise keep the gradients for the next step.
 
         Under fp16 a step whose gradients overflowed on any rank is skipped on all.
+
+        :raises RuntimeError: torch's, if DDP still waits for the gradients of some parameters.
         """
         window = self._window()
         if window is not None and not window.sync:
             return None
+        for model in self._accumulator.models if window is None else window.models:
+            if isinstance(model, DistributedDataParallel):
+                model._check_reducer_finalized()  # type: ignore[no-untyped-call] # pyright: ignore[reportPrivateUsage]
         scaled = self._precision.scaler is not None
         self.unscale_gradients()
         result = None

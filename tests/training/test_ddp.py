@@ -179,6 +179,43 @@ def test_ranks_may_differ_in_passes_without_an_average(
     assert grouped(program) == [[[2.5]]] * 2
 
 
+class _Two(nn.Module):
+    """Two nets, which a loss may use alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(x).sum(), self.other(x).sum()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_no_step_uses_gradients_that_ddp_has_not_averaged(
+    grouped: Callable[[Program], list[Any]], plain: bool
+) -> None:
+    """DDP averages once it has all of them, perhaps of several backward passes."""
+
+    def program() -> None:
+        for several in (True, False):
+            job = new_job(ddp={"bucket_cap_mb": 1})
+            net = _Two()
+            model, optimizer = job.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+            x = torch.full((1, 1), 1.0 + 2 * syncprims.get_rank())
+            losses = model(x)
+            with job.accumulate(model):
+                for loss in losses if several else losses[:1]:
+                    loss.backward() if plain else job.backward(loss)
+                if several:
+                    optimizer.step()
+                    assert [net.one.weight.grad, net.other.weight.grad] == [2, 2]
+                else:
+                    with pytest.raises(RuntimeError, match="find_unused_parameters"):
+                        optimizer.step()
+
+    grouped(program)
+
+
 def test_a_program_may_compress_what_ddp_sends(grouped: Callable[[Program], list[Any]]) -> None:
     def program() -> list[float]:
         seen: list[float] = []
