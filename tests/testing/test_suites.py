@@ -173,6 +173,22 @@ def test_processes(tmp_path):
     assert [process.exitcode for process in processes] == [0, 0]
 
 
+def spawn_another(queue):
+    process = mp.get_context("spawn").Process(target=queue.put, args=(os.getpid(),))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_processes_of_a_process(method):
+    queue = mp.get_context("spawn").SimpleQueue()
+    process = mp.get_context(method).Process(target=spawn_another, args=(queue,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0 and queue.get() == process.pid
+
+
 VALUE = "as imported"
 
 
@@ -327,7 +343,7 @@ def outcomes(passed: int, others: str = "") -> str:
 def test_a_suite_runs_unchanged(tmp_path: Path) -> None:
     (tmp_path / "test_suite.py").write_text(SUITE)
     out = run_pytest(tmp_path, "--syncprims-worlds")
-    assert outcomes(13) in out, out
+    assert outcomes(15) in out, out
     assert "1 left to torch: a group of the backend fake" in out
 
 
@@ -336,7 +352,7 @@ def test_a_suite_runs_unchanged_in_threads(tmp_path: Path) -> None:
     (tmp_path / "test_suite.py").write_text(SUITE)
     others = "pool or test_processes or begins or output or backend"  # no adapter serves these
     out = run_pytest(tmp_path, "--syncprims-worlds=threads", "-k", f"not ({others})")
-    assert outcomes(7, ", 6 deselected") in out, out
+    assert outcomes(7, ", 8 deselected") in out, out
     assert "1 left to its own launcher: the processes are not joined at once" in out
 
 

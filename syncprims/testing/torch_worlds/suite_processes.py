@@ -120,6 +120,7 @@ class SuiteProcesses(Suites):
         _standard.forkserver.set_forkserver_preload([])
         with replaced((_standard.util, "spawnv_passfds", _fork_server)):
             _server.ensure_running()
+        _server.ensure_running = lambda: None  # also for forked processes, which cannot ask
 
     def report(self) -> list[str]:
         """Return how many groups were worlds, and what was left to itself, and why."""
@@ -162,6 +163,7 @@ def _load() -> None:
 
 def _end_server() -> None:
     """End the server; processes that still run go on."""
+    vars(_server).pop("ensure_running", None)
     if _server._forkserver_pid is not None:
         os.kill(_server._forkserver_pid, signal.SIGKILL)
         _server._stop()
