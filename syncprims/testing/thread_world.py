@@ -30,6 +30,7 @@ from .errors import Killed, WorldAborted
 from .faults import FaultTarget, Join, current_target
 from .outcomes import RankOutcome, WorldRun, trim_stack
 from .outside import waits_give_turn
+from .patches import undone_at_end
 from .probe import Probe, probe_backend
 from .rank_threads import threads_belong_to_ranks, wake
 from .scheduler import RankThread, Scheduler
@@ -119,6 +120,7 @@ class ThreadWorld:
             threads_belong_to_ranks(),
             waits_give_turn(),
             capture_ranks(),
+            undone_at_end(),
             _one_processor(self._spec.seed.number),
             self._torch.serve() if self._torch else contextlib.nullcontext(),
         ):

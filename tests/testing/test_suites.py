@@ -356,6 +356,61 @@ def test_a_suite_runs_unchanged_in_threads(tmp_path: Path) -> None:
     assert "1 left to its own launcher: the processes are not joined at once" in out
 
 
+IN_THREADS = """
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+READY = False
+
+
+def patch(rank):
+    with mock.patch.object(torch.Tensor, "backward", rank):
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        dist.barrier()
+        assert torch.Tensor.backward == rank
+        mock.patch("os.getpid", lambda: rank).start()
+        dist.barrier()
+    os.chdir("/")
+    sys.argv.append("of a rank")
+    torch.use_deterministic_algorithms(True)
+
+
+def test_patches(pytestconfig):
+    mp.spawn(patch, (), nprocs=2)
+    assert callable(torch.Tensor.backward) and os.getpid() > 1
+    assert os.getcwd() == str(pytestconfig.rootpath) and "of a rank" not in sys.argv
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def set_once(rank):
+    global READY
+    assert not READY
+    READY = True
+
+
+def test_a_global():
+    mp.spawn(set_once, (), nprocs=2)
+
+
+def test_a_command():
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--help"], stdout=-3, check=True)
+"""
+
+
+def test_what_threads_share_is_put_back_or_named(tmp_path: Path) -> None:
+    (tmp_path / "test_suite.py").write_text(IN_THREADS)
+    out = run_pytest(tmp_path, "--syncprims-worlds=threads")
+    assert "1 failed, 2 passed" in out, out
+    assert "see whether this happens with --syncprims-worlds=processes" in out
+    assert "1 left to its own launcher: a command that starts its ranks itself" in out
+
+
 UNDER_TORCHRUN = """
 import os
 

@@ -2,13 +2,16 @@
 
 One rank runs at a time. So the globals of the process are changed as the turn passes, and each rank
 finds its own environment, random states and groups of ``torch.distributed``, as a process would.
-All else is shared: the working directory, modules, warnings, logging, the settings of torch.
+So are the patches that it makes. All else is shared: the working directory, modules, the settings
+of torch. What ranks have changed there is put back at the end.
 """
 
 from __future__ import annotations
 
 import copy
 import ctypes
+import locale
+import logging
 import os
 import random
 import sys
@@ -23,6 +26,7 @@ import numpy
 import torch
 
 from syncprims.c10d.torch_internals import PROCESS_ATTRIBUTES
+from syncprims.testing.patches import lift, restore
 
 _cuda: Any = torch.cuda  # partly typed
 
@@ -40,10 +44,12 @@ class RankGlobals:
             _numpy_random(),
             _torch_globals(),
             _module_hooks(),
+            _Part(lambda rank: [], lift, restore),
         ]
         self._awaited = list(_ATTRIBUTES)  # of modules that have not been imported
         self._modules = 0  # how many had been, at the last look
         self._find_parts()
+        self._settings = [get() for get, _ in _SETTINGS]
         self._here: int | None = None  # whose globals the process has; None: those of the test
         self._kept: dict[int | None, list[Any]] = {rank: [] for rank in range(len(environs))}
 
@@ -61,6 +67,10 @@ class RankGlobals:
         kept += [part.fresh(rank or 0) for part in self._parts[len(kept) :]]
         for part, value in zip(self._parts, kept, strict=True):
             part.load(value)
+        if rank is None:
+            for (get, put), value in zip(_SETTINGS, self._settings, strict=True):
+                if get() != value:
+                    put(value)
         self._here = rank
 
     def _find_parts(self) -> list[_Part]:
@@ -113,6 +123,11 @@ def _warning_default(name: str, rank: int) -> Any:
 _ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
     *PROCESS_ATTRIBUTES,
     ("sys", "excepthook", lambda rank: sys.__excepthook__),  # torch adds the rank to it
+    ("sys", "argv", lambda rank: [*sys.argv]),
+    ("sys", "path", lambda rank: [*sys.path]),
+    ("logging", "_logRecordFactory", lambda rank: logging.getLogRecordFactory()),
+    ("logging", "root.handlers", lambda rank: [*logging.root.handlers]),
+    ("unittest.mock", "_patch._active_patches", lambda rank: []),
     # What `catch_warnings` changes for the time of its block.
     *(("warnings", name, partial(_warning_default, name)) for name in _WARNINGS),
     ("accelerate.state", "PartialState._shared_state", lambda rank: {}),
@@ -120,6 +135,28 @@ _ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
     ("accelerate.state", "GradientState._shared_state", lambda rank: {}),
     # Of Lightning, which sets it from the environment when it is imported.
     ("lightning_utilities.core.rank_zero", "rank_zero_only.rank", lambda rank: rank),
+)
+
+
+_torch: Any = torch  # its types leave some functions out
+#: Of the process; ranks share them, and the process has the old ones after the world.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (os.getcwd, os.chdir),
+    (partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
+    (lambda: logging.root.level, logging.root.setLevel),
+    (lambda: logging.root.manager.disable, logging.disable),
+    (_torch.get_deterministic_debug_mode, _torch.set_deterministic_debug_mode),
+    (_torch.get_float32_matmul_precision, _torch.set_float32_matmul_precision),
+    (_torch.is_anomaly_enabled, _torch.autograd.set_detect_anomaly),
+    (_torch.get_num_threads, _torch.set_num_threads),
+    *(
+        (partial(getattr, owner, name), partial(setattr, owner, name))
+        for owner, name in (
+            (_torch.backends.cudnn, "deterministic"),
+            (_torch.backends.cudnn, "benchmark"),
+            (_torch.utils.deterministic, "fill_uninitialized_memory"),
+        )
+    ),
 )
 
 

@@ -1,0 +1,129 @@
+"""Patches that ranks make: each is its rank's own, and none outlives the world.
+
+Those of `unittest.mock` and of pytest's `monkeypatch` are noted with what was there before. So they
+can be undone and made again as the turn passes, and whatever is left at the end is undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Generator
+from typing import Any
+
+from .rank_threads import Replacement
+
+_NONE, _ALL = object(), object()  # there is no such value; all items of a dictionary
+
+#: By the owner's id and the name: the owner, whether the name is that of an item, and the value
+#: before.
+Patched = dict[tuple[int, Any], tuple[Any, bool, Any]]
+_patched: list[Patched] = [{}]  # last, those of the rank that has the turn
+
+
+def lift() -> list[tuple[Any, Any, bool, Any, Any]]:
+    """Undo all patches of the rank that has the turn, and return what :func:`restore` takes."""
+    lifted = [
+        (owner, name, item, before, _get(owner, name, item))
+        for (_, name), (owner, item, before) in _patched[-1].items()
+    ]
+    for owner, name, item, before, _ in reversed(lifted):
+        _put(owner, name, item, before)
+    _patched[-1] = {}
+    return lifted
+
+
+def restore(lifted: list[tuple[Any, Any, bool, Any, Any]]) -> None:
+    """Make patches again."""
+    for owner, name, item, before, value in lifted:
+        _patched[-1][id(owner), name] = owner, item, before
+        _put(owner, name, item, value)
+
+
+@contextlib.contextmanager
+def undone_at_end() -> Generator[None]:
+    """Undo, at the end of the block, what ranks have patched in it.
+
+    A patch that has ended stays noted: where ranks share one, what it has put back may be that of
+    another rank.
+    """
+    _patched.append({})
+    mock: Any = sys.modules.get("unittest.mock")
+    if mock is not None:  # what a rank has only started is not to be stopped later
+        _note(mock._patch, "_active_patches", False, mock._patch._active_patches)
+        mock._patch._active_patches = []
+    with _noted():
+        try:
+            yield
+        finally:
+            lift()
+            _patched.pop()
+
+
+def _get(owner: Any, name: Any, item: bool) -> Any:
+    if name is _ALL:
+        return dict(owner)
+    if item:
+        return owner.get(name, _NONE)
+    own = getattr(owner, "__dict__", None)  # the value itself, and no descriptor's
+    return getattr(owner, name, _NONE) if own is None else own.get(name, _NONE)
+
+
+def _put(owner: Any, name: Any, item: bool, value: Any) -> None:
+    if name is _ALL:
+        owner.clear()
+        owner.update(value)
+    elif _get(owner, name, item) is value:
+        pass
+    elif value is not _NONE:
+        owner.__setitem__(name, value) if item else setattr(owner, name, value)
+    else:
+        owner.__delitem__(name) if item else delattr(owner, name)
+
+
+def _note(owner: Any, name: Any, item: bool, before: Any) -> None:
+    if owner is not os.environ:  # each rank has its own, where ranks have globals of their own
+        _patched[-1].setdefault((id(owner), name), (owner, item, before))
+
+
+def _find_functions() -> list[tuple[Any, str, Any]]:
+    found: list[tuple[Any, str, Any]] = []
+    mock: Any = sys.modules.get("unittest.mock")
+    if mock is not None:
+        enter, patch_dict = mock._patch.__enter__, mock._patch_dict._patch_dict
+
+        def enter_noted(patch: Any) -> Any:
+            owner = patch.getter()
+            before = _get(owner, patch.attribute, False)
+            value = enter(patch)
+            _note(owner, patch.attribute, False, before)
+            return value
+
+        def patch_noted(patch: Any) -> None:
+            patch_dict(patch)
+            _note(patch.in_dict, _ALL, True, dict(patch._original))
+
+        found += [(mock._patch, "__enter__", enter_noted)]
+        found += [(mock._patch_dict, "_patch_dict", patch_noted)]
+    pytests: Any = sys.modules.get("_pytest.monkeypatch")
+    if pytests is not None:
+        found += [_noting(pytests, name) for name in ("setattr", "delattr", "setitem", "delitem")]
+    return found
+
+
+def _noting(module: Any, name: str) -> tuple[Any, str, Callable[..., None]]:
+    function, item = getattr(module.MonkeyPatch, name), name.endswith("item")
+    missing = getattr(module, "notset", None) or module.NOTSET  # its name in older versions, or now
+
+    def patch(monkeypatch: Any, *args: Any, **named: Any) -> None:
+        made = monkeypatch._setitem if item else monkeypatch._setattr
+        count = len(made)
+        function(monkeypatch, *args, **named)
+        for owner, of, before in made[count:]:
+            _note(owner, of, item, _NONE if before is missing else before)
+
+    return module.MonkeyPatch, name, patch
+
+
+_noted = Replacement(_find_functions)
