@@ -211,7 +211,8 @@ class ThreadBackend(Backend):
             return ready() or any(wait.verdict() is not None for wait in waits)
 
         with scheduler.inside(self.process):
-            waiting.update(waits)
+            if until == math.inf or not awaited.call:  # else its time ends it, and it goes on
+                waiting.update(waits)
             try:
                 scheduler.wait(self.process, settled, until)
             finally:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -197,13 +198,15 @@ class RankOutcome:
     def fail(self, error: BaseException) -> None:
         """Record that the rank has raised `error`.
 
-        Its traceback begins, and for a library error ends, in user code.
+        Its traceback begins in user code, and ends there if the library has raised the error.
         """
         for text, advice in _ADVICE.items():
             if text in str(error):
                 error.add_note(advice)
         trace = error.__traceback__
-        if isinstance(error, SyncError):
+        raised_in = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)][-1:]
+        refused = isinstance(error, ValueError) and "".join(raised_in).startswith(_CORE)
+        if isinstance(error, SyncError) or refused:
             served = sys.modules.get("syncprims.c10d.torch_internals")
             trace = users_part(trace, served.BETWEEN if served else ()) or trace
         first = trace

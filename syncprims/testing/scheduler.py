@@ -39,6 +39,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
+from syncprims._protocol.rounds import DEADLOCK_SEARCH
 from syncprims._protocol.threads import busy_threads, threads_that_may_call, waiting_threads
 from syncprims.errors import ConcurrentCall
 
@@ -248,8 +249,9 @@ class Turn:
 class Scheduler:
     """Passes the turn among `ranks`.
 
-    `break_standstill` is called when no rank can continue and there is no deadline to wait for. It
-    returns whether it has enabled a rank to continue; otherwise the world is aborted.
+    ``break_standstill(forever)`` is called when no rank can continue, for some time or forever. It
+    returns whether it has enabled a rank to continue; otherwise the world is aborted if it would
+    last forever.
 
     The last `late` ranks start with :meth:`add`, if at all.
 
@@ -261,7 +263,7 @@ class Scheduler:
         self,
         ranks: int,
         schedule: Schedule,
-        break_standstill: Callable[[], bool],
+        break_standstill: Callable[[bool], bool],
         enter_rank: Callable[[int], None] | None = None,
         late: int = 0,
     ) -> None:
@@ -585,9 +587,14 @@ class Scheduler:
             if looks < 2:
                 continue
             looks = 0
+            # In a process, too, a deadlock is found before a longer time limit.
+            if deadline >= now + DEADLOCK_SEARCH:
+                self._choosing = deadline < math.inf  # ranks that go on have accessed nothing
+                broken = self._break_standstill(deadline == math.inf)
+                self._choosing = False
+                if broken:
+                    continue
+            if deadline == math.inf:
+                self.abort()
+                raise WorldAborted
             self._now = max(now, deadline)
-            if self._now == math.inf:
-                self._now = now
-                if not self._break_standstill():
-                    self.abort()
-                    raise WorldAborted

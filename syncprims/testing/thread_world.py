@@ -206,11 +206,12 @@ class ThreadWorld:
         )
         return probe_backend(backend, probe)
 
-    def _break_standstill(self) -> bool:
+    def _break_standstill(self, forever: bool) -> bool:
         """Abort the waits of ranks that wait for each other; return whether there are any.
 
-        If there are none, the others wait for a rank that a fault has stopped, or that waits for a
-        thread of its own. A rank that waits for one that has ended does not come here: its board
+        If the standstill is not `forever`, a time limit ends other waits. If it is, and there are
+        none, the others wait for a rank that a fault has stopped, or that waits for a thread of its
+        own. A rank that waits for one that has ended does not come here: its board
         says so, and the call raises.
         """
         waiting = {
@@ -230,18 +231,21 @@ class ThreadWorld:
             else:
                 wait = Wait(str(board.status(board.rank).label), group, board.missing())
             waits.setdefault(board.rank, []).append(wait)
-        locked = self._scheduler.describe_locked()
+        locked = self._scheduler.describe_locked() if forever else {}
         for rank, text in locked.items():
             self._outcomes[rank].detail = text
             waits.setdefault(numbers.get(rank, rank), [Wait(text, "", (), any=True)])
-        if not waiting or not find_stuck(waits):
+        stuck = find_stuck(waits)
+        if not waiting or not stuck:
             stopped = [o.rank for o in self._outcomes if o.end == "stopped"]
-            if stopped or locked:
+            if forever and (stopped or locked):
                 self._run.stood_still(stopped)
             return False
-        verdict = dump(deadlock_error({r: waits[r] for r in sorted(waits)}, min(waits)))
+        ended = waits.keys() if forever else stuck
+        verdict = dump(deadlock_error({r: waits[r] for r in sorted(ended)}, min(ended)))
         for board in waiting:
-            board.abort(verdict)
+            if board.rank in ended:
+                board.abort(verdict)
         return True
 
     # -- from outside -----------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -52,6 +54,34 @@ def group_not_made(rank: int) -> None:
     dist.new_group()
     if rank != 2:
         dist.new_group([0, 1])  # named
+
+
+def skipped_barrier(rank: int) -> None:
+    if rank != 2:
+        dist.barrier()  # named
+
+
+def wrong_root(rank: int) -> None:
+    dist.broadcast_object_list([rank], src=1 if rank == 2 else 0)  # named
+
+
+def wrong_source(rank: int) -> None:
+    if rank == 0:
+        dist.send(ones(), dst=1)
+    if rank == 1:
+        dist.recv(ones(), src=2)  # named
+
+
+def wrong_source_in_batch(rank: int) -> None:
+    if rank < 2:
+        peer = 2 if rank == 1 else 1
+        ops = [dist.P2POp(dist.isend, ones(), 1 - rank), dist.P2POp(dist.irecv, ones(), peer)]
+        for work in dist.batch_isend_irecv(ops):  # named
+            work.wait()
+
+
+def too_few_to_scatter(rank: int) -> None:
+    dist.scatter(ones(), [ones()] * 3 if rank == 0 else None)  # named
 
 
 def crossed_receives(rank: int) -> None:
@@ -109,6 +139,11 @@ BUGS = [
     Expected(shape, CollectiveMismatch, "rank 2: all_reduce 'float32[5]'"),
     Expected(order_of_groups, DeadlockError, "rank 2: waits in its round"),
     Expected(group_not_made, DeadlockError, "rank 2: waits in its round"),
+    Expected(skipped_barrier, DeadlockError, "first difference of lines: round 2"),
+    Expected(wrong_root, CollectiveMismatch, "from rank 1"),
+    Expected(wrong_source, DeadlockError, "rank 1: waits in its round"),
+    Expected(wrong_source_in_batch, DeadlockError, "rank 1: waits in its round"),
+    Expected(too_few_to_scatter, ValueError, "rank 0 of 4"),
     Expected(crossed_receives, DeadlockError, "rank 1: waits in its round"),
     Expected(split_sizes, ValueError, "rank 2 sends 8 bytes to rank 3"),
     Expected(wait_in_store, DeadlockError, "rank 2: waits in store.get 'default_pg/0//never'"),
@@ -123,7 +158,8 @@ def in_program(bug: Callable[[int], None]) -> Callable[[], None]:
     """Return a program with this bug, which goes on after it."""
 
     def program() -> None:
-        dist.init_process_group("gloo")
+        # A deadlock is one also where a time limit would end it.
+        dist.init_process_group("gloo", timeout=timedelta(seconds=100))
         dist.barrier()
         bug(dist.get_rank())
         dist.barrier()
@@ -154,6 +190,7 @@ def check(error: BaseException, expected: Expected) -> None:
 
 
 @several_bugs
+@pytest.mark.filterwarnings("default::syncprims.UnequalCallSites")
 @pytest.mark.parametrize("schedules", [4, pytest.param(1000, marks=pytest.mark.soak)])
 def test_a_bug_is_named_under_every_schedule(expected: Expected, schedules: int) -> None:
     for seed in range(schedules):
@@ -164,6 +201,7 @@ def test_a_bug_is_named_under_every_schedule(expected: Expected, schedules: int)
 
 
 @several_bugs
+@pytest.mark.filterwarnings("default::syncprims.UnequalCallSites")
 def test_a_bug_is_named_in_processes(expected: Expected) -> None:
     with pytest.raises(expected.error) as caught:
         run_world(in_program(expected.bug), RANKS, torch=True, kind="processes")
@@ -194,6 +232,15 @@ def test_a_call_of_torch_that_meets_one_of_another_line_is_a_warning() -> None:
     assert f"  ranks [1, 2]: barrier (tests/testing/{__name__}.py:{first + 4})\n" in str(
         caught[0].message
     )
+
+
+def test_a_refused_call_is_shown_at_the_line_of_the_test() -> None:
+    with pytest.raises(ValueError, match="give one for each") as caught:
+        run_world(in_program(too_few_to_scatter), RANKS, torch=True)
+    assert [str(caught.traceback[-1].path), caught.traceback[-1].name] == [
+        str(Path(__file__)),
+        too_few_to_scatter.__name__,
+    ]
 
 
 def train() -> float:
