@@ -15,7 +15,7 @@ from typing import Protocol
 from syncprims.errors import SyncError
 from syncprims.interface import Awaited, Backend
 
-from .deadlock import DEADLOCK_SEARCH, DeadlockDetector
+from .deadlock import DeadlockDetector, search_after
 
 _SEARCH_EVERY = 0.25  # seconds between two searches for a deadlock
 
@@ -70,7 +70,8 @@ class Background:
         """
         now = awaited.boards[0].now
         searches = awaited.call and until == math.inf and not awaited.boards[0].virtual_time
-        search_at = now() + DEADLOCK_SEARCH if searches else math.inf
+        first = search_after(awaited.boards[0])
+        search_at = now() + first if searches else math.inf
         is_stuck = False
 
         def is_over() -> bool:
@@ -78,7 +79,7 @@ class Background:
             if ready() or any(task.can_move() for task in tuple(self.tasks)):
                 return True
             if now() >= search_at:
-                search_at = now() + _SEARCH_EVERY
+                search_at = now() + min(first, _SEARCH_EVERY)
                 is_stuck = self.deadlocks.breaks(awaited)
             return is_stuck
 

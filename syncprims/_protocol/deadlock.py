@@ -28,6 +28,7 @@ from syncprims.interface import Awaited, Backend, Board
 from .threads import threads_that_may_call
 
 DEADLOCK_SEARCH = 1.0  #: seconds of a wait after which boards are compared
+_SEARCH_IN_TEST = 0.03  # the same, in a test
 #: Bytes of a verdict that is published for others, in a statement of 4 KB at most.
 _LONGEST_VERDICT = 2500
 _CLOSED = "", "", int  # what is known of a board that another thread has closed
@@ -273,6 +274,11 @@ def _waits_in(rank: int, statement_of: Callable[[int], dict[str, Any]]) -> list[
         ]
         waits.append(Wait(wait["call"], group, missing))
     return waits
+
+
+def search_after(board: Board) -> float:
+    """Return after how many seconds of a wait boards are compared: soon in a test."""
+    return _SEARCH_IN_TEST if board.observed else DEADLOCK_SEARCH
 
 
 def describe_group(members: Sequence[int], board: str) -> str:

@@ -24,7 +24,7 @@ from syncprims.interface import Awaited, Board, Label, Note, Settings, WaitView,
 
 from .background import Background
 from .call_site import NoteCache
-from .deadlock import DEADLOCK_SEARCH
+from .deadlock import DEADLOCK_SEARCH, search_after
 from .diagnosis import Snapshot, compare_sites, mismatch_error
 from .threads import log_stacks
 
@@ -34,6 +34,7 @@ T = TypeVar("T")
 #: ask: there, `collect` returns early if the round can never complete.
 _FIRST_LOOK = 0.01
 _LONGEST_PAUSE = 0.25
+_LONGEST_PAUSE_OF_TEST = 0.02  # a test is to fail soon
 #: Members up to which these hold. With more, all times grow: each rank looks at each, and if they
 #: share processors, the looks of all would take longer than what they wait for.
 _FEW_MEMBERS = 16
@@ -70,7 +71,9 @@ class Rounds:
         self._library_rounds = library_rounds
         scale = max(1.0, len(board.members) / _FEW_MEMBERS)
         self._first_look = math.inf if board.virtual_time else _FIRST_LOOK * scale
-        self._longest_pause = _LONGEST_PAUSE * scale
+        longest = _LONGEST_PAUSE_OF_TEST if board.observed else _LONGEST_PAUSE
+        self._longest_pause = longest * scale
+        self._search_after = search_after(board)
         self._deadlocks = background.deadlocks
         self._background, self._tasks = background, background.tasks
         self._pending: dict[int, PendingRound] = {}  # by the number of the round
@@ -418,14 +421,14 @@ class Rounds:
     ) -> SyncError | None:
         """Return why this round will not complete, or None while it still may."""
         error = None
-        if waited >= DEADLOCK_SEARCH and at_board:  # else no rank knows that this one waits
+        if waited >= self._search_after and at_board:  # else no rank knows that this one waits
             error = self._deadlocks.verdict_for(self.board, seen.missing)
         error = error or seen.absence()
         if error is None and waited >= _EARLY_MISMATCH:
             error = seen.early_mismatch()
         if error is None and late:
             error = seen.timeout()
-        if error is None and waited >= DEADLOCK_SEARCH and seen.missing and at_board:
+        if error is None and waited >= self._search_after and seen.missing and at_board:
             error = self._deadlocks.search(self.board, seen.call, seen.missing)
         return error
 

@@ -10,7 +10,7 @@ A world in which ranks wait forever has consequences only. There are two cases, 
 - A rank waits for one that has ended, such as one that skipped a barrier. Its board reports that
   the other has finished, and the call raises `PeerLost`, as in production.
 - Ranks wait for each other. In threads the scheduler shows, at once, that no rank can continue; in
-  processes the ranks find it out as in production, in about a second. The calls raise
+  processes the ranks find it out as in production, only sooner. The calls raise
   `CollectiveMismatch`, which lists these ranks as missing.
 
 A program that handles these errors itself ends well, as it would in production.

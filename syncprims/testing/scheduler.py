@@ -39,7 +39,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
-from syncprims._protocol.rounds import DEADLOCK_SEARCH
+from syncprims._protocol.deadlock import DEADLOCK_SEARCH
 from syncprims._protocol.threads import busy_threads, threads_that_may_call, waiting_threads
 from syncprims.errors import ConcurrentCall
 
