@@ -39,6 +39,7 @@ SECTIONS = {
     "c10d": Section("c10d"),
     "training": Section("overhead"),
     "checkpoints": Section("checkpoints"),
+    "suites": Section("suites"),
     "torchrun": Section("control", "under_torchrun", "torchrun_lines", "TORCH.md"),
     "hosts": Section("control", "two_hosts", "hosts_lines", "TORCH.md"),
 }

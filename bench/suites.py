@@ -1,0 +1,200 @@
+"""Run test suites of other projects by their own launchers and in worlds, and compare.
+
+    python bench/suites.py FOLDER [--only NAME,NAME] [--kinds own,processes,threads]
+    SYNCPRIMS_SUITES=FOLDER python bench/measure.py --only suites     # make the section from these
+
+FOLDER has a checkout of each suite, ``FOLDER/ignite`` and so on; the figures are stored there, too.
+Install what the suites need first. The suites are not changed, and a missing one is left out.
+In worlds, the tests run that have ended by their own launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from table import head, row, short
+
+if TYPE_CHECKING:
+    from scale import Scale
+
+HERE = Path(__file__).resolve().parent
+KINDS = ("own", "processes", "threads")
+_LIMIT = 300.0  # seconds of a suite by one launcher
+
+
+class Suite(NamedTuple):
+    """Tests of a checkout that start several ranks on processors."""
+
+    name: str  # owner/repository
+    files: str  # in the folder that stands before them
+    chosen: str = ""  # for -k
+
+    @property
+    def place(self) -> str:
+        """The folder of its checkout."""
+        return self.name.partition("/")[2]
+
+
+_STORE = "test_async_take.py test_dist_store.py"
+_NATIVE = "comp_models/test_native.py utils/test_native.py"
+SUITES = (
+    # A class of the installed TestDistBackend and DistributedTest, with Gloo and 3 ranks.
+    Suite("torch/DistributedTest", ". test_distributed_spawn.py"),
+    Suite("facebookresearch/fairscale", ". tests/optim/test_oss.py tests/nn/model_parallel"),
+    Suite("pytorch/torchsnapshot", f"tests test_ddp.py {_STORE} test_partitioner.py"),
+    Suite("allenai/OLMo-core", "src test/distributed", "not gpu and not s3 and not gcs"),
+    Suite("pytorch/ignite", f"tests/ignite/distributed {_NATIVE}", "spawn"),
+    Suite("Lightning-AI/torchmetrics", "tests unittests/bases/test_ddp.py"),
+    Suite("pytorch/torcheval", "tests/metrics test_toolkit.py test_synclib.py"),
+    Suite("huggingface/accelerate", "tests test_cpu.py test_grad_sync.py test_metrics.py"),
+    Suite("Lightning-AI/pytorch-lightning", "tests/tests_fabric strategies"),
+    Suite("pytorch/tnt", "tests utils/test_distributed.py"),
+)  # fmt: skip
+_WORDS = [
+    "Some tests of each suite, evenly chosen: processor and wall time of pytest with its processes",
+    "and imports. *Times less* is of processor time, in processes; `>` where the launcher reached",
+    "the limit of time, so that only tests that had ended are compared. Other programs used the",
+    "machine meanwhile: wall time shows the order only. `bench/suites.py` says which files.",
+]
+
+
+@pytest.hookimpl(trylast=True)  # after -k
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Keep the tests that ended by their own launcher, else ten, evenly chosen."""
+    names = json.loads(os.environ.get("SUITES_NAMES", "[]"))
+    items[:] = [one for one in items if one.nodeid in names] or items[:: -(-len(items) // 10) or 1]
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Write the outcome of a test; this module is a plugin of pytest in the suites."""
+    if report.when == "call" or report.outcome != "passed":
+        why = str(report.longrepr)[-600:] if report.outcome != "passed" else ""
+        with Path(os.environ["SUITES_OUTCOMES"]).open("a") as file:
+            file.write(json.dumps([report.nodeid, report.outcome, why]) + "\n")
+
+
+def run(suite: Suite, folder: Path, kind: str, names: list[str]) -> dict[str, Any]:
+    """Run a suite in a process of its own; return its outcomes and times in seconds."""
+    checkout, (below, *files) = folder / suite.place, suite.files.split()
+    command = [sys.executable, "-m", "pytest", "-q", *files, "-k", suite.chosen]
+    command += ["-p", "suites", "-p", "no:randomly", "-p", "no:cacheprovider", "-n", "0"]
+    command += [f"--syncprims-worlds={kind}"] if kind != "own" else []
+    with tempfile.NamedTemporaryFile() as outcomes, tempfile.TemporaryFile() as output:
+        variables = {
+            "PYTHONPATH": os.pathsep.join(map(str, (HERE, checkout / "src", checkout))),
+            "SUITES_OUTCOMES": outcomes.name,
+            "SUITES_NAMES": json.dumps(names),
+        }
+        begin = time.monotonic()
+        process = subprocess.Popen(
+            command,
+            cwd=checkout / below,
+            env={**os.environ, **variables},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        limit = threading.Timer(_LIMIT, os.killpg, (process.pid, signal.SIGKILL))
+        limit.start()
+        _, status, used = os.wait4(process.pid, 0)
+        limit.cancel()
+        found: dict[str, Any] = {
+            "processor": round(used.ru_utime + used.ru_stime, 1),
+            "wall": round(time.monotonic() - begin, 1),
+            "hung": os.WIFSIGNALED(status),
+            "outcomes": {},
+        }
+        for name, outcome, why in map(json.loads, Path(outcomes.name).read_text().splitlines()):
+            if found["outcomes"].get(name, ("passed",))[0] == "passed":  # or that of a fixture
+                found["outcomes"][name] = (outcome, why)
+        output.seek(0)
+        found["end"] = text = output.read().decode(errors="replace")[-3000:]
+    found["launches"] = re.findall(r"^\d+ (?:in worlds|of them again|left to).*$", text, re.M)
+    git = ["git", "-C", str(checkout), "log", "-1", "--format=%h"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {**found, "commit": commit or version("torch")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run suites of other projects both ways.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default=",".join(suite.place for suite in SUITES))
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    options = parser.parse_args()
+    suites = {suite.place: suite for suite in SUITES}
+    for name in options.only.split(","):
+        for kind in options.kinds.split(",") if (options.folder / name).is_dir() else ():
+            own = options.folder / f"{name}.own.json"
+            again = kind != "own" and own.exists()
+            names = [*json.loads(own.read_text())["outcomes"]] if again else []
+            found = run(suites[name], options.folder.resolve(), kind, names)
+            (options.folder / f"{name}.{kind}.json").write_text(json.dumps(found))
+            print(name, kind, found["processor"], *found["launches"], flush=True)
+
+
+def measure(_: Scale) -> dict[str, Any]:
+    """Return what is stored in the folder of the variable SYNCPRIMS_SUITES; nothing without it."""
+    folder, suites = os.environ.get("SYNCPRIMS_SUITES"), dict[str, Any]()
+    for suite in SUITES if folder else ():
+        files = {kind: Path(str(folder), f"{suite.place}.{kind}.json") for kind in KINDS}
+        found = {kind: json.loads(one.read_text()) for kind, one in files.items() if one.exists()}
+        own = found.get("own", {"outcomes": {}})["outcomes"].values()
+        if "processes" in found and any(outcome == "passed" for outcome, _ in own):
+            suites[suite.name] = {kind: _compared(one, found["own"]) for kind, one in found.items()}
+    return {"suites": suites, "failed": []} if suites else {"failed": []}
+
+
+def _compared(one: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the times, and the tests whose outcome differs from that by their own launcher."""
+    before, after = own["outcomes"], one["outcomes"]
+    differ = [
+        [name.partition("::")[2], outcome, after.get(name, ["not ended"])[0]]
+        for name, (outcome, _) in before.items()
+        if after.get(name, [""])[0] != outcome
+    ]
+    kept = {what: one[what] for what in ("processor", "wall", "hung", "launches", "commit")}
+    return {**kept, "counts": Counter(outcome for outcome, _ in before.values()), "differ": differ}
+
+
+def lines(data: dict[str, Any]) -> list[str]:
+    """Return the table, its sums, and the tests whose outcomes differ."""
+    table, notes, ratios = list[str](), list[str](), list[float]()
+    all_, same = Counter[str](), Counter[str]()
+    for name, kinds in data["suites"].items():
+        own = kinds["own"]
+        tests = sum(own["counts"].values())
+        for kind in kinds:
+            differ = kinds[kind]["differ"]
+            all_[kind] += tests
+            same[kind] += tests - len(differ)
+            notes += [f"- {name}, {kind}: `{test}` {a}, then {b}" for test, a, b in differ]
+        ratios.append(own["processor"] / kinds["processes"]["processor"])
+        cells = [f"{name}@{own['commit']}", ", ".join(f"{n} {o}" for o, n in own["counts"].items())]
+        cells += [str(tests - len(kinds[k]["differ"])) if k in kinds else "-" for k in KINDS[1:]]
+        for what in ("processor", "wall"):
+            cells += [" / ".join(f"{kinds[k][what]:.0f}" if k in kinds else "-" for k in KINDS)]
+        table.append(row(*cells, "> " * own["hung"] + short(ratios[-1])))
+    found = ["", "## Suites of other projects", "", *_WORDS]
+    found += head("suite", "own", *KINDS[1:], "processor, s", "wall, s", "times less")
+    sums = ", ".join(f"{same[kind]} of {all_[kind]} in {kind}" for kind in all_ if kind != "own")
+    sums = f"The same outcomes: {sums}. Median ratio: {short(statistics.median(ratios))}."
+    return [*found, *table, "", sums, "", *notes]
+
+
+if __name__ == "__main__":
+    main()
