@@ -11,6 +11,7 @@ Every call that waits for other ranks raises `CollectiveMismatch` if they make a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, Unpack, overload
 
@@ -267,6 +268,7 @@ def main_first(
     name: str | None = None,
     *,
     local: bool = False,
+    at: str | os.PathLike[str] | None = None,
     timeout: Seconds = None,
     group: Group | None = None,
 ) -> MainFirst:
@@ -274,22 +276,27 @@ def main_first(
 
     Main is the lowest rank of the group. It does not wait for the others' blocks. If its block
     raises, the others raise `PeerFailed` and no other block runs. With `local`, the first rank of
-    each node goes first, and no node waits for another. Blocks may be nested, with `local` and
-    without.
+    each node goes first, and no node waits for another. With `at`, a directory, the nodes that
+    share it form one group, whose lowest rank goes first. Blocks may be nested, in every form.
 
+    :param at: exists on every node, and rank 0 may write there. All ranks meet at the first call
+        with this path, which leaves a mark in it for a moment and uses no lock.
     :param name: shown in errors; the same on all members, so that no other call is mistaken for it.
     :param timeout: seconds for main's block, or a `timedelta`; None waits as long as it takes, the
         world's default does not apply.
     :param group: by default that of the ``with`` block, else all ranks.
-    :raises ValueError: if both `local` and `group` are given.
+    :raises ValueError: if more than one of `local`, `at` and `group` is given.
+    :raises ConfigurationError: on a rank that cannot use `at`, which the error names with its host.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
+    if bool(local) + (at is not None) + (group is not None) > 1:
+        raise ValueError(
+            f"main_first(local={local}, at={at!r}, group={group!r}): each of them selects the "
+            f"ranks that wait for their first; pass only one"
+        )
+    if at is not None:
+        return get_world(timeout).main_first_at(at, name, seconds(timeout))
     if local:
-        if group is not None:
-            raise ValueError(
-                f"main_first(local=True, group={group!r}): local=True selects the group of "
-                f"this node's ranks; pass only one of the two"
-            )
         return get_world(timeout).main_first_on_node(name, seconds(timeout))
     members = get_active_group(timeout) if group is None else _checked(group)
     return members.main_first(name=name, timeout=timeout)

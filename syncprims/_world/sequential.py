@@ -26,8 +26,8 @@ class MainFirst:
 
     Blocks may be nested. While main is in a block, the others wait in it, and come to an inner one
     later. So main keeps its note of an inner block until it leaves the outer one. If the outer
-    block is of a node and the inner one of all ranks, the first ranks of all nodes are in their
-    outer blocks now: they run the inner one at once, among themselves.
+    block is of a node and the inner one of several nodes, their first ranks are in their outer
+    blocks now: they run the inner one at once, among themselves.
     """
 
     def __init__(
@@ -35,15 +35,18 @@ class MainFirst:
         rounds: Rounds,
         name: str | None,
         timeout: float | None,
-        first_of_nodes: Callable[[], Rounds] | None = None,
+        first_of_parts: Callable[[set[int]], Rounds | None] | None = None,
     ) -> None:
-        """With `first_of_nodes`, the group is that of a node, and these are the first of each."""
+        """With `first_of_parts`, the group is a part of the world, such as a node.
+
+        It returns the rounds of the first ranks of all parts that ranks are made of, if they are.
+        """
         self._rounds = rounds
         self.members: tuple[int, ...] = rounds.members
         self._name = name
         # Preparing data takes as long as it takes: the default timeout does not apply.
         self._timeout = math.inf if timeout is None else timeout
-        self._first_of_nodes = first_of_nodes
+        self._first_of_parts = first_of_parts
         self._leads = rounds.rank == rounds.members[0]
         self._label: Label | None = None
         self._among_first: Rounds | None = None  # the inner block, now
@@ -54,9 +57,8 @@ class MainFirst:
         self._label = rounds.note("main_first", self._name).label
         self._among_first, self._kept = None, []
         note, outer, members = Note(self._label), _waited_for_by(rounds), set(rounds.members)
-        if outer is not None and outer._first_of_nodes and members > set(outer.members):
-            first = outer._first_of_nodes()
-            self._among_first = first if members.issuperset(first.members) else None
+        if outer is not None and outer._first_of_parts and members > set(outer.members):
+            self._among_first = outer._first_of_parts(members)
         if self._leads:
             _leading.set((*_leading.get(), self))
         elif outer is not None and self._among_first is not None:
@@ -111,6 +113,11 @@ def _waited_for_by(rounds: Rounds) -> MainFirst | None:
         if set(block.members).intersection(rounds.members) - {rounds.rank}:
             return block
     return None
+
+
+def is_waited_for(rounds: Rounds) -> bool:
+    """Return whether members of these rounds wait for this rank in a block that it leads."""
+    return _waited_for_by(rounds) is not None
 
 
 class InTurn:

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from syncprims.interface import Backend, Board, Note, Settings, Topology
 from .group import Group
 from .nodes import SaidPlace, identify_host, number_nodes, place_on_nodes, without_nodes
 from .registry import load_offered
-from .sequential import MainFirst
+from .sequential import MainFirst, is_waited_for
 
 #: Seconds after which a wait ends where the backend cannot distinguish a dead rank from a slow one.
 BLIND_TIMEOUT = 1800.0
@@ -225,6 +226,7 @@ class RunningWorld(World):
         self._named: list[Rounds] = []  # at boards of their own, beside those of groups
         self._opened = collections.Counter[tuple[tuple[int, ...], str]]()  # boards: members, name
         self.nodes: list[int] = []  #: of each rank, known after the start
+        self._file_systems: dict[str, list[int]] = {}  # of each rank, by path
         self._at_end = contextlib.ExitStack()  # closed before this rank leaves
         self.group = self._group_of(range(topology.world_size))
 
@@ -393,10 +395,50 @@ class RunningWorld(World):
 
     def main_first_on_node(self, name: str | None, timeout: float | None) -> MainFirst:
         """Return the block that the first rank of each node runs first."""
-        first = sorted(map(self.nodes.index, {*self.nodes}))
-        rounds = self.node_group().rounds
-        among_nodes = (lambda: self._group_of(first).rounds) if len(first) > 1 else None
-        return MainFirst(rounds, name, timeout, among_nodes)
+        return self._main_first_in_parts(self.nodes, name, timeout)
+
+    def main_first_at(
+        self, path: str | os.PathLike[str], name: str | None, timeout: float | None
+    ) -> MainFirst:
+        """Return the block that one rank runs first for each file system that has `path`.
+
+        :raises ConfigurationError: if the directory is not usable, or if this is the first call for
+            it and is in a block that other ranks wait in.
+        """
+        if self.num_nodes == 1:
+            return self.main_first_on_node(name, timeout)
+        key = os.fspath(path)
+        if key not in self._file_systems:
+            from .file_systems import number_file_systems  # what few programs need
+
+            rounds = self.group.rounds
+            if is_waited_for(rounds):
+                raise ConfigurationError(
+                    f"main_first(at={key!r}): all ranks find out together which hosts share it, "
+                    f"and the others wait in another main_first(); enter one with this path before "
+                    f"that"
+                )
+            self._file_systems[key] = RoundSequence.run(
+                rounds,
+                rounds.note("main_first(at)", name),
+                math.inf if timeout is None else timeout,
+                lambda sequence: number_file_systems(sequence, key, self.nodes),
+            )
+        return self._main_first_in_parts(self._file_systems[key], name, timeout)
+
+    def _main_first_in_parts(
+        self, parts: list[int], name: str | None, timeout: float | None
+    ) -> MainFirst:
+        """Return the block that the first rank of each part runs first, given the part of each."""
+
+        def first_of_parts(ranks: set[int]) -> Rounds | None:
+            inside = {parts[rank] for rank in ranks}
+            if len(ranks) != sum(map(parts.count, inside)):
+                return None  # of one part, only some ranks come to the inner block
+            return self._group_of(sorted(map(parts.index, inside))).rounds
+
+        own = [rank for rank, part in enumerate(parts) if part == parts[self.rank]]
+        return MainFirst(self._group_of(own).rounds, name, timeout, first_of_parts)
 
     def own_group(self) -> Group:
         """Return the group of this rank alone. Its rounds wait for no other rank."""

@@ -262,7 +262,8 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: sp.barrier(timeout="30"), TypeError, "seconds, or a timedelta"),  # type: ignore[arg-type]
     (lambda: sp.barrier(3), TypeError, "a name is a str"),  # type: ignore[arg-type]
     (lambda: sp.on_rank("a"), TypeError, "whole number"),  # type: ignore[call-overload]
-    (lambda: sp.main_first(local=True, group=sp.current().group), ValueError, "one of the two"),
+    (lambda: sp.main_first(local=True, group=sp.current().group), ValueError, "pass only one"),
+    (lambda: sp.main_first(local=True, at="."), ValueError, "pass only one"),
     (lambda: sp.Trigger().set(3), TypeError, "a reason is a str"),  # type: ignore[arg-type]
     (lambda: bool(sp.Trigger()), TypeError, r"check\(\)"),
     (lambda: sp.Trigger(lag=2), ValueError, "lag=2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,63 @@ def test_blocks_may_be_nested_on_several_hosts() -> None:
         run_world(check_nested_failures, 6, nodes=3, seed=seed)
         with pytest.raises((sp.CollectiveMismatch, DeadlockError)):
             run_world(lambda: nest(sp.barrier), 4, nodes=2, seed=seed)
+
+
+def test_main_first_at_a_directory_prepares_once_on_one_host(world: Ranks, tmp_path: Path) -> None:
+    def program() -> bool:
+        with sp.main_first("prepare", at=tmp_path):
+            there = (tmp_path / "cache").exists()
+            (tmp_path / "cache").touch()
+        return there
+
+    assert world.run(program) == [False] + [True] * (world.ranks - 1)
+
+
+@pytest.mark.parametrize("places", ["aaa", "abc", "abb"])
+def test_main_first_at_a_directory_prepares_once_in_each(places: str, tmp_path: Path) -> None:
+    """Three nodes share it, or none does, or only two that are without rank 0."""
+    for place in places:
+        (tmp_path / place).mkdir(exist_ok=True)
+    ran: dict[str, list[int]] = {}
+
+    def program() -> None:
+        place = places[sp.get_node_rank()]
+        with sp.main_first(at=tmp_path / place):
+            ran.setdefault(place, []).append(sp.get_rank())
+        for others in ({"local": True}, {"local": False}):
+            with sp.main_first(at=tmp_path / place), sp.main_first(**others):
+                pass
+            with sp.main_first(**others), sp.main_first(at=tmp_path / place):
+                pass
+        sp.barrier()
+
+    for seed in range(5):
+        ran.clear()
+        run_world(program, 6, nodes=3, seed=seed)
+        firsts = {place: 2 * places.index(place) for place in places}
+        assert {place: ranks[0] for place, ranks in ran.items()} == firsts
+        assert sum(map(len, ran.values())) == 6
+    assert not [*tmp_path.rglob(".*")]
+
+
+def test_main_first_at_a_directory_that_one_host_lacks(tmp_path: Path) -> None:
+    def program(inside: bool) -> str:
+        path = tmp_path if inside or sp.get_node_rank() == 0 else tmp_path / "absent"
+        try:
+            outer = sp.main_first() if inside else contextlib.nullcontext()
+            with outer, sp.main_first("prepare", at=path):
+                pass
+        except sp.SyncError as error:
+            return f"{type(error).__name__}: {error} {len(sp.all_gather(0))}"
+        return "passed"
+
+    first, _, third, _ = run_world(lambda: program(False), 4, nodes=2)
+    assert third.startswith(f"ConfigurationError: main_first(at='{tmp_path}/absent'): rank 2 on ")
+    assert first.startswith("PeerFailed: rank 2 failed in main_first(at) 'prepare' (tests/")
+    assert not [*tmp_path.iterdir()]
+    first, second, *_ = run_world(lambda: program(True), 4, nodes=2)
+    assert "enter one with this path before" in first
+    assert second.startswith("PeerFailed: rank 0 failed in main_first")
 
 
 @in_processes

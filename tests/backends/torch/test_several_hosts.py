@@ -43,6 +43,10 @@ with main_first(local=True):
     seen["local"] = (folder / f"node-{get_node_rank()}-{rank - get_local_rank()}").exists()
 current().node_group().barrier()
 report("local")
+for place in folder, Path("/dev/shm"):  # all hosts have the first, and each its own of the second
+    with main_first(at=place), main_first(local=True):
+        seen[f"at {place}"] = (place / "prepared").exists()
+        (place / "prepared").touch()
 trigger = Trigger("stop")
 if rank == 2:
     trigger.set("enough")
@@ -69,9 +73,12 @@ def test_the_contract_holds_across_hosts(hosts: int, tmp_path: Path) -> None:
                 "array": [2.0],
                 "prepared": True,
                 "local": True,
+                f"at {tmp_path}": rank > 0,
+                "at /dev/shm": rank % 2 > 0,
                 "trigger": [True, [2], "enough"],
                 "board": "TwoLevelBoard",
             }
+        assert not [*tmp_path.glob(".syncprims*")]
 
 
 _PROCESS_GROUPS = """
