@@ -16,7 +16,7 @@ the decision if this rank has not begun that epoch, and else with the next vote.
 
 from __future__ import annotations
 
-import base64
+import binascii
 import json
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,11 +53,11 @@ def _encode(decision: Epoch | SyncError) -> str:
     said: Any = decision
     if isinstance(decision, SyncError):
         said = errors.dump(decision).decode()
-    return base64.b64encode(json.dumps(said).encode()).decode()
+    return binascii.b2a_base64(json.dumps(said).encode(), newline=False).decode()
 
 
 def _decode(value: str) -> Epoch | SyncError:
-    said = json.loads(base64.b64decode(value))
+    said = json.loads(binascii.a2b_base64(value))
     if isinstance(said, str):
         return errors.load(said.encode())
     number, size_before, members = said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,6 +20,8 @@ class SaidPlace(NamedTuple):
 
 def identify_host() -> str:
     """Return what this host, and no other, is called."""
+    import socket  # slow to import, and ranks of one host need no name of it
+
     kernel = name = socket.gethostname()  # containers of one machine have names of their own
     memory = ""
     with contextlib.suppress(OSError):  # not Linux
