@@ -109,7 +109,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         device = _device(cpu)
         mode = getattr(mixed_precision, "value", mixed_precision)  # of an enumeration
         mode = mode or os.environ.get("ACCELERATE_MIXED_PRECISION")
-        self.accumulator = Accumulator(
+        self.accumulator: Accumulator = Accumulator(
             window.num_steps or gradient_accumulation_steps,
             precision=training.Precision(mode, device, scaler=_options(self.scaler_handler)),
             sync_with_dataloader=window.sync_with_dataloader,
@@ -119,7 +119,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         follows, whole = step_scheduler_with_optimizer, data.split_batches
         advance = syncprims.get_world_size() if follows and not whole else 1
-        self.preparation = Preparation(
+        self.preparation: Preparation = Preparation(
             self.accumulator,
             device,
             device_placement=device_placement,
@@ -157,9 +157,9 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         """Return whether the flag is set on any rank, and reset it. Collective."""
         return self._trigger.check()
 
-    gather = staticmethod(gathering.gather)
-    reduce = staticmethod(gathering.reduce)
-    pad_across_processes = staticmethod(gathering.pad_across_processes)
+    gather: Callable[..., Any] = staticmethod(gathering.gather)
+    reduce: Callable[..., Any] = staticmethod(gathering.reduce)
+    pad_across_processes: Callable[..., Any] = staticmethod(gathering.pad_across_processes)
 
     def gather_for_metrics(
         self, input_data: Any, use_gather_object: bool = False, *, name: str | None = None
@@ -222,13 +222,17 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         configuration.check_fixed(None, slice_fn_for_dispatch, call, instead)
         return self.prepare(data_loader, device_placement=device_placement)
 
-    accumulate = _of_accumulator(Accumulator.accumulate)
-    backward = _of_accumulator(Accumulator.backward)
-    flush = _of_accumulator(Accumulator.flush)
-    no_sync = _of_accumulator(Accumulator.no_sync)
-    trigger_sync_in_backward = _of_accumulator(Accumulator.sync_in_backward)
-    clip_grad_norm_ = _of_accumulator(Accumulator.clip_grad_norm_)
-    clip_grad_value_ = _of_accumulator(Accumulator.clip_grad_value_)
+    accumulate: Callable[..., AbstractContextManager[None]] = _of_accumulator(
+        Accumulator.accumulate
+    )
+    backward: Callable[..., None] = _of_accumulator(Accumulator.backward)
+    flush: Callable[..., bool] = _of_accumulator(Accumulator.flush)
+    no_sync: Callable[..., AbstractContextManager[None]] = _of_accumulator(Accumulator.no_sync)
+    trigger_sync_in_backward: Callable[..., AbstractContextManager[None]] = _of_accumulator(
+        Accumulator.sync_in_backward
+    )
+    clip_grad_norm_: Callable[..., torch.Tensor] = _of_accumulator(Accumulator.clip_grad_norm_)
+    clip_grad_value_: Callable[..., None] = _of_accumulator(Accumulator.clip_grad_value_)
 
     sync_gradients: bool = delegated(
         "accumulator.sync_gradients",
@@ -299,7 +303,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     use_stateful_dataloader: bool = delegated("_data.use_stateful_dataloader")
     use_seedable_sampler: bool = delegated("_data.use_seedable_sampler")
 
-    skip_first_batches = staticmethod(skip_first_batches)
+    skip_first_batches: Callable[..., Any] = staticmethod(skip_first_batches)
 
     @contextlib.contextmanager
     def join_uneven_inputs(

@@ -72,9 +72,9 @@ class RankCalls:
         """Whether there are other ranks."""
         return syncprims.get_world_size() > 1
 
-    on_main_process = staticmethod(syncprims.on_main)
-    on_local_main_process = staticmethod(syncprims.on_local_main)
-    on_last_process = staticmethod(syncprims.on_last)
+    on_main_process: Callable[..., Any] = staticmethod(syncprims.on_main)
+    on_local_main_process: Callable[..., Any] = staticmethod(syncprims.on_local_main)
+    on_last_process: Callable[..., Any] = staticmethod(syncprims.on_last)
 
     def wait_for_everyone(self) -> None:
         """Return when every rank has arrived."""

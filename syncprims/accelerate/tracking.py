@@ -57,7 +57,7 @@ class TensorBoardTracker(GeneralTracker):
         library = "torch.utils.tensorboard" if find_spec("tensorboard") else "tensorboardX"
         directory = str(Path(self.logging_dir) / self.run_name)
         self.writer: Any = importlib.import_module(library).SummaryWriter(directory, **self.options)
-        self.tracker = self.writer
+        self.tracker: Any = self.writer
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the hyperparameters."""
@@ -97,7 +97,8 @@ class WandBTracker(GeneralTracker):
     def start(self) -> None:
         """Begin the run."""
         self._wandb: Any = importlib.import_module("wandb")
-        self.tracker = self.run = self._wandb.init(project=self.run_name, **self.options)
+        self.run: Any = self._wandb.init(project=self.run_name, **self.options)
+        self.tracker: Any = self.run
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration."""

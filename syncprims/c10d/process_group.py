@@ -24,7 +24,7 @@ from . import torch_internals as internals
 from .group_world import join_group_world
 from .point_to_point import PointToPoint
 from .tensors import OutputTensors, describe, items_of, nothing
-from .torch_internals import BETWEEN, NAME, dist, finished_work, make_backend_error
+from .torch_internals import BETWEEN, NAME, ProcessGroup, finished_work, make_backend_error
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 M = TypeVar("M", bound="Callable[..., Any]")
@@ -109,7 +109,7 @@ def _recorded(title: str, shown: int = 0) -> Callable[[M], M]:
 
 
 @internals.with_old_names
-class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+class SyncProcessGroup(ProcessGroup):
     """A group of ranks whose calls are rounds at a board of their own.
 
     The methods are those that c10d calls. Every call finishes before it returns, and returns a
@@ -174,7 +174,8 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _set_group_desc(self, description: str) -> None:
         self.group_desc = description
 
-    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
+    setGroupName: Callable[..., None] = _set_group_name
+    setGroupDesc: Callable[..., None] = _set_group_desc
 
     @property
     def _device_types(self) -> list[Any]:
@@ -224,7 +225,8 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: object) -> Any:
         return finished_work()
 
-    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
+    start_coalescing: Callable[..., None] = _start_coalescing
+    end_coalescing: Callable[..., Any] = _end_coalescing
 
     # -- one call -------------------------------------------------------------------------------
 

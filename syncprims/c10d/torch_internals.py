@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -27,6 +27,15 @@ from syncprims.errors import BackendUnavailable, SyncError
 
 _internals: Any = cast("Any", torch)._C
 dist: Any = torch.distributed  # its types leave out what its documentation names
+if TYPE_CHECKING:
+
+    class ProcessGroup:
+        """The class of torch. Its types name parameters that c10d gives by their places."""
+
+        def __init__(self, rank: int, size: int) -> None: ...
+
+else:
+    ProcessGroup = dist.ProcessGroup
 
 C = TypeVar("C", bound=type)
 M = TypeVar("M", bound="Callable[..., Any]")

@@ -19,6 +19,8 @@ _END: Any = object()  # never an item
 class SeedableRandomSampler(data.RandomSampler):
     """A random sampler whose order is that of torch's for the seed ``initial_seed + epoch``."""
 
+    generator: Any
+
     def __init__(self, *args: Any, data_seed: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.initial_seed: Any | int = torch.initial_seed() if data_seed is None else data_seed
