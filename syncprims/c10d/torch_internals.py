@@ -451,6 +451,24 @@ def is_rendezvous_replaced() -> bool:
     return bool(c10d().rendezvous.__module__ == __name__)
 
 
+def before_new_group(
+    check: Callable[[str, list[int]], None],
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context with ``check(name, ranks)`` before each group is made.
+
+    `ranks` is empty for the default group (`_new_process_group_helper`, 1.8 and newer).
+    """
+    original = _find(c10d(), "_new_process_group_helper")
+
+    def make(
+        size: Any, rank: Any, ranks: Any, backend: Any, store: Any, name: Any, *args: Any, **kw: Any
+    ) -> Any:
+        check(str(name), [*ranks])
+        return original(size, rank, ranks, backend, store, name, *args, **kw)
+
+    return replaced((c10d(), "_new_process_group_helper", make))
+
+
 def before_ddp_forward(check: Callable[[Any], None]) -> contextlib.AbstractContextManager[None]:
     """Return a context with ``check(model)`` before each forward pass of DDP that synchronizes.
 

@@ -84,6 +84,10 @@ def too_few_to_scatter(rank: int) -> None:
     dist.scatter(ones(), [ones()] * 3 if rank == 0 else None)  # named
 
 
+def own_group_only(rank: int) -> None:
+    dist.new_group([0, 1] if rank < 2 else [2, 3])  # named
+
+
 def crossed_receives(rank: int) -> None:
     if rank < 2:
         dist.recv(ones(), src=1 - rank)  # named
@@ -144,6 +148,7 @@ BUGS = [
     Expected(wrong_source, DeadlockError, "rank 1: waits in its round"),
     Expected(wrong_source_in_batch, DeadlockError, "rank 1: waits in its round"),
     Expected(too_few_to_scatter, ValueError, "rank 0 of 4"),
+    Expected(own_group_only, CollectiveMismatch, "of ranks [2, 3]"),
     Expected(crossed_receives, DeadlockError, "rank 1: waits in its round"),
     Expected(split_sizes, ValueError, "rank 2 sends 8 bytes to rank 3"),
     Expected(wait_in_store, DeadlockError, "rank 2: waits in store.get 'default_pg/0//never'"),

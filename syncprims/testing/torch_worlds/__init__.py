@@ -25,6 +25,7 @@ import torch
 
 from syncprims import errors
 from syncprims._data.arrays import raw
+from syncprims._protocol.call_site import NoteCache
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims._system.host import free_port
 from syncprims._system.locks import locked
@@ -305,6 +306,42 @@ class _SameParameters:
             )
 
 
+class _SameMembers:
+    """Compares the members of each group between the ranks that make it.
+
+    Groups of other backends meet under their name, which counts the calls of `new_group`. There is
+    no round for it: the first rank leaves its list.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._default_groups: dict[int, int] = {}  # how many each rank has made
+
+    def __call__(self, name: str, ranks: list[int]) -> None:
+        """Compare.
+
+        :raises CollectiveMismatch: if another rank has made this group of other ranks.
+        """
+        world = current()
+        number = self._default_groups.setdefault(world.rank, 0)
+        if not ranks:
+            self._default_groups[world.rank] = number + 1
+            return
+        notes = NoteCache(torch_internals.BETWEEN)
+        label = notes.note("new_group", f"of ranks {ranks}").label
+        with _shared(self._path) as values:
+            place = ("members", number, name)
+            theirs, first = values.setdefault(place, (ranks, f"rank {world.rank}: {label}"))
+        if theirs != ranks:
+            raise errors.CollectiveMismatch(
+                f"ranks make unlike groups in the same call of new_group:\n  {first}\n"
+                f"  rank {world.rank}: {label}\n"
+                f"Every rank must make all groups, also those of other ranks, in the same order.",
+                rank=world.rank,
+                call=str(label),
+            )
+
+
 def _meet_makers(call: str, ranks: Sequence[int] | None) -> None:
     """Return when these ranks, by default all, have come to the `call` that makes a group."""
     world = get_world()
@@ -324,6 +361,7 @@ def _serve(store: Path, replicas: bool) -> Generator[None]:
         torch_internals.replaced_rendezvous(_Rendezvous(store)),
         torch_internals.replaced_init_barrier(_meet_makers),
         serve_every_backend(),
+        torch_internals.before_new_group(_SameMembers(store)),
         torch_internals.before_ddp_forward(_SameParameters(store)),
         comparison.at_each_step() if replicas else contextlib.nullcontext(),
     ):
