@@ -1,0 +1,48 @@
+"""Each bug that people reported is named, with rank and line, and its mended twin passes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from bugs import BUGS, Bug, found, program, report
+from support import ROOT
+
+from syncprims.testing import run_world
+
+every_bug = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+
+
+@every_bug
+def test_a_bug_is_named(bug: type[Bug], tmp_path: Path) -> None:
+    error = found(bug, tmp_path)
+    missing = "no error" if error is None else report(bug, error)
+    if bug.missed:
+        assert missing
+    else:
+        assert not missing
+
+
+@every_bug
+def test_its_mended_twin_passes(bug: type[Bug], tmp_path: Path) -> None:
+    bug.check(run_world(program(bug, bug.mended, tmp_path), bug.ranks, torch=True))
+
+
+def test_there_are_fifty_of_nine_kinds() -> None:
+    kinds = [bug.kind() for bug in BUGS]
+    assert len(kinds) == 50
+    assert min(map(kinds.count, kinds)) >= 4
+
+
+def test_the_page_and_the_readme_have_the_results() -> None:
+    page = (ROOT / "docs" / "bugs.md").read_text()
+    assert re.findall(r"\[(\S+#\d+)\]", page) == [bug.source for bug in BUGS]
+    ours, gloo, detail, monitored, accelerate = re.findall(r"\*\*(\d+)\*\*", page)
+    assert int(ours) == sum(not bug.missed for bug in BUGS)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"such tests name {ours} with rank and line" in readme
+    assert (
+        f"names {gloo}, with `TORCH_DISTRIBUTED_DEBUG=DETAIL` {detail}, with `monitored_barrier` "
+        f"{monitored}, and Accelerate's debug mode {accelerate}."
+    ) in readme
