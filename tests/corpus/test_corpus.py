@@ -42,7 +42,8 @@ def test_the_page_and_the_readme_have_the_results() -> None:
     assert int(ours) == sum(not bug.missed for bug in BUGS)
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"such tests name {ours} with rank and line" in readme
-    assert (
-        f"names {gloo}, with `TORCH_DISTRIBUTED_DEBUG=DETAIL` {detail}, with `monitored_barrier` "
-        f"{monitored}, and Accelerate's debug mode {accelerate}."
-    ) in readme
+    for words in (
+        f"Gloo names {gloo},", f"DETAIL` {detail} of", f"`monitored_barrier` {monitored},",
+        f"debug mode {accelerate}.",
+    ):  # fmt: skip
+        assert words in readme
