@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-from corpus import count_words, prepared
+from wordcount import count_words, prepared
 
 from syncprims import PeerFailed, get_rank
 

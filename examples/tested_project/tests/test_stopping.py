@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from corpus import until_common
+from wordcount import until_common
 
 from syncprims import PeerLost, SyncError, SyncTimeout, any_rank, barrier, get_rank, split
 from syncprims.testing import Delay, Kill, explore, run_world
