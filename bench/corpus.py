@@ -115,7 +115,7 @@ class Case:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # Accelerate looks for them
         os.environ |= ENVIRON.get(self.tool, {})
-        dist.set_debug_level_from_env()
+        dist.distributed_c10d.set_debug_level_from_env()  # type: ignore[attr-defined]
         dist.init_process_group(
             "gloo", f"file://{self.folder}/store", rank=rank, world_size=world_size,
             timeout=timedelta(seconds=WAIT),

@@ -147,10 +147,10 @@ def test_main_first_at_a_directory_prepares_once_in_each(places: str, tmp_path: 
         place = places[sp.get_node_rank()]
         with sp.main_first(at=tmp_path / place):
             ran.setdefault(place, []).append(sp.get_rank())
-        for others in ({"local": True}, {"local": False}):
-            with sp.main_first(at=tmp_path / place), sp.main_first(**others):
+        for local in (True, False):
+            with sp.main_first(at=tmp_path / place), sp.main_first(local=local):
                 pass
-            with sp.main_first(**others), sp.main_first(at=tmp_path / place):
+            with sp.main_first(local=local), sp.main_first(at=tmp_path / place):
                 pass
         sp.barrier()
 

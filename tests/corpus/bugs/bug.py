@@ -63,11 +63,11 @@ class Bug:
     # A test of a silent bug has one of these calls more.
 
     @staticmethod
-    def look(result: Any) -> None:
+    def look(result: Any, /) -> None:
         """Look at what this rank returned, on each rank."""
 
     @staticmethod
-    def check(results: list[Any]) -> None:
+    def check(results: list[Any], /) -> None:
         """Look at what all ranks returned, after the world."""
 
 
@@ -82,7 +82,7 @@ def wrapped(*layers: nn.Module, **options: Any) -> nn.parallel.DistributedDataPa
     )
 
 
-def same_weights(model: nn.Module) -> None:
+def same_weights(model: Any) -> None:
     """Raise unless all ranks have the same parameters and buffers."""
     for name, tensor in model.state_dict().items():
         assert_same(tensor, name)
@@ -105,10 +105,10 @@ def dealt(results: list[list[Any]], samples: Iterable[Any] = ()) -> None:
     assert not wrong, "\n".join(wrong + got)
 
 
-def alike(right: float) -> Callable[[list[float]], None]:
+def alike(right: float) -> Callable[[list[Any]], None]:
     """Return a check that each rank has this number."""
 
-    def check(results: list[float]) -> None:
+    def check(results: list[Any], /) -> None:
         for rank, result in enumerate(results):
             assert abs(result - right) < 1e-6, f"rank {rank}: {result}, where {right} is right"
 

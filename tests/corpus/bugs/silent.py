@@ -32,15 +32,15 @@ class SyncOfTheFirst(Weights):
     says = "0.weight"
 
     @staticmethod
-    def bug(rank: int, folder: Path) -> nn.Module:
+    def bug(rank: int, folder: Path) -> Any:
         return SyncOfTheFirst.train(rank, shift=0)
 
     @staticmethod
-    def mended(rank: int, folder: Path) -> nn.Module:
+    def mended(rank: int, folder: Path) -> Any:
         return SyncOfTheFirst.train(rank, shift=1)
 
     @staticmethod
-    def train(rank: int, shift: int) -> nn.Module:
+    def train(rank: int, shift: int) -> Any:
         model = wrapped()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for batch in range(2):
@@ -57,15 +57,15 @@ class UnfrozenLater(Weights):
     says = "0.weight"
 
     @staticmethod
-    def bug(rank: int, folder: Path) -> nn.Module:
+    def bug(rank: int, folder: Path) -> Any:
         return UnfrozenLater.train(rank, frozen=True)
 
     @staticmethod
-    def mended(rank: int, folder: Path) -> nn.Module:
+    def mended(rank: int, folder: Path) -> Any:
         return UnfrozenLater.train(rank, frozen=False)
 
     @staticmethod
-    def train(rank: int, frozen: bool) -> nn.Module:
+    def train(rank: int, frozen: bool) -> Any:
         backbone = nn.Linear(2, 2).requires_grad_(not frozen)
         model = wrapped(backbone, nn.Linear(2, 1))
         backbone.requires_grad_()
@@ -82,15 +82,15 @@ class ForwardPastDDP(Weights):
     says = "0.weight"
 
     @staticmethod
-    def bug(rank: int, folder: Path) -> nn.Module:
+    def bug(rank: int, folder: Path) -> Any:
         return ForwardPastDDP.train(rank, past=True)
 
     @staticmethod
-    def mended(rank: int, folder: Path) -> nn.Module:
+    def mended(rank: int, folder: Path) -> Any:
         return ForwardPastDDP.train(rank, past=False)
 
     @staticmethod
-    def train(rank: int, past: bool) -> nn.Module:
+    def train(rank: int, past: bool) -> Any:
         model = wrapped()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         policy = model.module if past else model
@@ -106,13 +106,13 @@ class StatisticsOfBatchNorm(Weights):
     says = "1.running_mean"
 
     @staticmethod
-    def bug(rank: int, folder: Path) -> nn.Module:
+    def bug(rank: int, folder: Path) -> Any:
         model = wrapped(nn.Linear(2, 2), nn.BatchNorm1d(2))
         model(torch.randn(4, 2) + rank).sum().backward()
         return model.module
 
     @staticmethod
-    def mended(rank: int, folder: Path) -> nn.Module:
+    def mended(rank: int, folder: Path) -> Any:
         model = wrapped(nn.Linear(2, 2), nn.BatchNorm1d(2))
         model(torch.randn(4, 2) + rank).sum().backward()
         for buffer in model.buffers():
@@ -127,12 +127,12 @@ class OwnInitialWeights(Weights):
     says = "weight"
 
     @staticmethod
-    def bug(rank: int, folder: Path) -> nn.Module:
+    def bug(rank: int, folder: Path) -> Any:
         torch.manual_seed(rank)
         return OwnInitialWeights.train(nn.Linear(2, 1))
 
     @staticmethod
-    def mended(rank: int, folder: Path) -> nn.Module:
+    def mended(rank: int, folder: Path) -> Any:
         torch.manual_seed(rank)
         model = nn.Linear(2, 1)
         for tensor in model.parameters():
@@ -140,7 +140,7 @@ class OwnInitialWeights(Weights):
         return OwnInitialWeights.train(model)
 
     @staticmethod
-    def train(model: nn.Module) -> nn.Module:
+    def train(model: nn.Module) -> Any:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         model(ones()).sum().backward()
         for tensor in model.parameters():
