@@ -56,7 +56,7 @@ class Group:
         self.rounds: Rounds = rounds or cast("Rounds", _NoRounds(self.ranks, rank))
         self.timeout = timeout
         self.arrived = arrived
-        self.is_silent = rounds is not None and len(self.ranks) == 1 and not rounds.observed
+        self.is_silent: bool = rounds is not None and len(self.ranks) == 1 and not rounds.observed
 
     def __repr__(self) -> str:
         return f"<syncprims.Group of ranks {list(self.ranks)}>"

@@ -132,7 +132,7 @@ class World:
         self.settings = settings
         self.extras = extras  #: what belongs to this world and to no module
         self.timeout: float | None = settings.timeout  #: of a call that names none, in seconds
-        self.epoch = 0  #: 0, and after each :func:`syncprims.reform` a higher number
+        self.epoch: int = 0  #: 0, and after each :func:`syncprims.reform` a higher number
         #: What :func:`syncprims.reform` has changed, in this world or before this rank joined it.
         self.change: Change | None = None
         self.group: Group  #: of all ranks
@@ -194,6 +194,11 @@ class World:
 class RunningWorld(World):
     """A world with what the rest of the library needs of it."""
 
+    topology: Topology
+    timeout: float | None
+    epoch: int
+    group: Group
+
     def __init__(
         self,
         backend: Backend,
@@ -221,7 +226,7 @@ class RunningWorld(World):
         """Begin an epoch, before which this rank has completed so many rounds."""
         self.topology, self.epoch = topology, epoch
         self._rounds_before = rounds
-        self.background = Background(self.backend)
+        self.background: Background = Background(self.backend)
         self._groups: dict[tuple[int, ...], Group] = {}
         self._named: list[Rounds] = []  # at boards of their own, beside those of groups
         self._opened = collections.Counter[tuple[tuple[int, ...], str]]()  # boards: members, name

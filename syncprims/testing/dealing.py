@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from syncprims import RankMismatch, all_gather
 
@@ -65,7 +65,7 @@ def _ids(item: Any) -> list[Any]:
     if hasattr(item, "tolist"):
         item = item.tolist()
     if isinstance(item, list | tuple):
-        return [sample for part in item for sample in _ids(part)]
+        return [sample for part in cast("Sequence[Any]", item) for sample in _ids(part)]
     return [item]
 
 

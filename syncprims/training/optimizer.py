@@ -146,7 +146,8 @@ class PreparedOptimizer(Optimizer):
         make buffers equal.
         """
         accumulator, step = self._accumulator, self.steps_taken + self.steps_skipped
-        if step % (accumulator.check_replicas or 1) == 0 and accumulator._announce is None:
+        joining = accumulator._announce is not None  # pyright: ignore[reportPrivateUsage]
+        if step % (accumulator.check_replicas or 1) == 0 and not joining:
             inside = window is not None and window.inside
             compare_replicas(accumulator.models, self.optimizer, step, buffers=not inside)
 
