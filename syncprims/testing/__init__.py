@@ -14,6 +14,7 @@ from .errors import (
     StallError,
     UncontrolledError,
     UnequalRounds,
+    UnfinishedWork,
 )
 from .faults import Delay, Fault, Join, Kill, Raise, Stop, access, sleep
 from .once_per_session import once_per_session
@@ -35,6 +36,7 @@ __all__ = [
     "Stop",
     "UncontrolledError",
     "UnequalRounds",
+    "UnfinishedWork",
     "access",
     "assert_dealt",
     "every_point",

@@ -39,6 +39,10 @@ class FaultMissed(SyncError, RuntimeError):
     """
 
 
+class UnfinishedWork(SyncError, RuntimeError):
+    """A rank has never waited for a call of ``torch.distributed`` with ``async_op=True``."""
+
+
 class UncontrolledError(SyncError, RuntimeError):
     """The same seed gave two different runs: the test depends on something other than the seed."""
 
@@ -51,7 +55,10 @@ class WorldAborted(BaseException):
     """Ends the threads of all ranks when their world is given up."""
 
 
-for _public in (DeadlockError, StallError, UnequalRounds, RankDied, FaultMissed, UncontrolledError):
+for _public in (
+    DeadlockError, StallError, UnequalRounds, RankDied, FaultMissed, UnfinishedWork,
+    UncontrolledError,
+):  # fmt: skip
     _public.__module__ = "syncprims.testing"  # tracebacks show the name that users import
 
 

@@ -273,12 +273,13 @@ def _run_worker(job: _Job, rank: int) -> None:
             return probe_backend(cls(place, settings), Probe(outcome, spec.faults, write))
 
         become_rank(make_backend)
+        program = spec.fn
         if spec.torch:
             from .torch_worlds import serve_in_process  # imports torch
 
-            serve_in_process(rank, job.folder / "store", spec.replicas)
+            program = serve_in_process(rank, program, job.folder / "store", spec.replicas)
         with threads_belong_to_ranks():
-            outcome.run_program(spec.fn, provided_world(), await_threads, RankThreads())
+            outcome.run_program(program, provided_world(), await_threads, RankThreads())
         write("end", _describe_end(outcome))
         code = 0
     except BaseException:

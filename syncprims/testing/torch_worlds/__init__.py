@@ -38,6 +38,7 @@ from syncprims.interface import Awaited, Board, Label
 from syncprims.testing.faults import current_target
 from syncprims.testing.orders import Mode
 
+from .async_work import changes_at_wait, finishing
 from .rank_globals import RankGlobals, make_fresh_process
 from .replicas import ReplicaComparison
 
@@ -361,6 +362,7 @@ def _serve(store: Path, replicas: bool) -> Generator[None]:
         torch_internals.replaced_rendezvous(_Rendezvous(store)),
         torch_internals.replaced_init_barrier(_meet_makers),
         serve_every_backend(),
+        changes_at_wait(),
         torch_internals.before_new_group(_SameMembers(store)),
         torch_internals.before_ddp_forward(_SameParameters(store)),
         comparison.at_each_step() if replicas else contextlib.nullcontext(),
@@ -427,18 +429,24 @@ class TorchThreads:
                 if self._device.type != "cpu":
                     torch.set_default_device(self._device)
                 try:
-                    return fn()
+                    return finishing(fn)()
                 finally:
                     torch_internals.forget_group_names()
 
         return run
 
 
-def serve_in_process(rank: int, store: Path, replicas: bool) -> None:
-    """Serve ``torch.distributed`` in this process, which is a rank, until its end."""
+def serve_in_process(
+    rank: int, fn: Callable[[], Any], store: Path, replicas: bool
+) -> Callable[[], Any]:
+    """Serve ``torch.distributed`` in this process, which is a rank, until its end.
+
+    Return `fn` as this rank is to call it.
+    """
     make_fresh_process(rank)
     torch_internals.forget_group_names()
     _serving.enter_context(_serve(store, replicas))
+    return finishing(fn)
 
 
 _serving = contextlib.ExitStack()  # never closed: the process ends before
