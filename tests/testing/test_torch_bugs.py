@@ -18,7 +18,15 @@ import torch.distributed as dist
 from torch import nn
 
 from syncprims import CollectiveMismatch, PeerLost, UnequalCallSites
-from syncprims.testing import DeadlockError, Kill, RankDied, every_point, explore, run_world
+from syncprims.testing import (
+    DeadlockError,
+    Kill,
+    RankDied,
+    UnfinishedWork,
+    every_point,
+    explore,
+    run_world,
+)
 
 RANKS = 4
 
@@ -88,6 +96,10 @@ def own_group_only(rank: int) -> None:
     dist.new_group([0, 1] if rank < 2 else [2, 3])  # named
 
 
+def never_waited_for(rank: int) -> None:
+    dist.all_reduce(ones(), async_op=True)  # named
+
+
 def crossed_receives(rank: int) -> None:
     if rank < 2:
         dist.recv(ones(), src=1 - rank)  # named
@@ -149,6 +161,7 @@ BUGS = [
     Expected(wrong_source_in_batch, DeadlockError, "rank 1: waits in its round"),
     Expected(too_few_to_scatter, ValueError, "rank 0 of 4"),
     Expected(own_group_only, CollectiveMismatch, "of ranks [2, 3]"),
+    Expected(never_waited_for, UnfinishedWork, "rank 0 of 4"),
     Expected(crossed_receives, DeadlockError, "rank 1: waits in its round"),
     Expected(split_sizes, ValueError, "rank 2 sends 8 bytes to rank 3"),
     Expected(wait_in_store, DeadlockError, "rank 2: waits in store.get 'default_pg/0//never'"),
@@ -237,6 +250,22 @@ def test_a_call_of_torch_that_meets_one_of_another_line_is_a_warning() -> None:
     assert f"  ranks [1, 2]: barrier (tests/testing/{__name__}.py:{first + 4})\n" in str(
         caught[0].message
     )
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_tensor_changes_when_the_program_waits(kind: Any) -> None:
+    def program() -> list[float]:
+        dist.init_process_group("gloo")
+        summed, parts = ones(1), [torch.zeros(1), torch.zeros(1)]
+        work: Any = dist.all_reduce(summed, async_op=True)
+        gathered: Any = dist.all_gather(parts, ones(1), async_op=True)
+        seen = [summed.item(), *map(float, parts)]
+        work.wait()
+        seen += [summed.item(), gathered.get_future().value() is not None, *map(float, parts)]
+        dist.destroy_process_group()
+        return seen
+
+    assert run_world(program, 2, torch=True, kind=kind) == [[1, 0, 0, 2, True, 1, 1]] * 2
 
 
 def test_a_refused_call_is_shown_at_the_line_of_the_test() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -91,7 +92,9 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
 def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **named: Any) -> Any:
-        if not (named.get("async_op") or any(arg is True for arg in args)):
+        is_async = named.get("async_op") or any(arg is True for arg in args)
+        # Torch's own code waits in C++, or knows that it need not.
+        if not is_async or sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):  # pyright: ignore[reportPrivateUsage]
             return original(*args, **named)
         before = [(tensor, tensor.clone()) for tensor in _tensors_in([*args, *named.values()])]
         work = original(*args, **named)
