@@ -33,10 +33,7 @@ _WAITS_FOR_THREAD = {
     ("threading", "wait"),
 }
 #: Modules in whose functions these wait.
-_WAITS = {
-    "multiprocessing.connection", "multiprocessing.queues", "queue", "selectors", "threading",
-    "syncprims.testing.outside",
-}  # fmt: skip
+_WAITS = {"multiprocessing.connection", "multiprocessing.queues", "queue", "selectors", "threading"}
 
 
 def threads_that_may_call() -> set[int]:
@@ -86,9 +83,7 @@ def _waits_for_thread(frame: FrameType, with_limit: bool) -> bool:
         case "threading", "wait":  # of a condition; the thread that notifies it removes the waiter
             if values.get("waiter") not in getattr(values["self"], "_waiters", ()):
                 return False
-            caller = frame.f_back
-            while caller is not None and caller.f_code.co_name in ("wait", "_wait_for_condition"):
-                caller = caller.f_back
+            caller = frame.f_back and frame.f_back.f_back
             # Else it waits until a new thread has begun.
             return caller is None or _place(caller) != ("threading", "start")
         case "threading", "join" | "_wait_for_tstate_lock":

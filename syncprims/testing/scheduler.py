@@ -13,10 +13,7 @@ wake makes none (`waiting_threads`); of one that sleeps, or that waits for a loc
 knows.
 
 Time is virtual: it stands still while any rank can continue, and else jumps to the next deadline.
-If there is no deadline either, no rank can ever continue, for certain. While a rank waits outside
-of the library (`outside`), a jump takes as long as in real time: what ends such a wait may be
-elsewhere. The order of ranks is still that of the virtual times. After many steps such a rank comes
-first: another one may ask again and again for what it is about to do.
+If there is no deadline either, no rank can ever continue, for certain.
 
 Equal seeds give equal schedules, on every Python and platform. PCT is from Burckhardt, Kothari,
 Musuvathi and Nagarakatte, "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs"
@@ -31,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-import os
 import random
 import re
 import threading
@@ -49,7 +45,6 @@ from .rank_threads import RankThreads, rank_threads
 
 _TAKE_AFTER = 0.01  # seconds without a step, after which a thread takes the turn from a busy rank
 _LOOK_AT_HOLDER = 0.1  # seconds after which a rank looks whether the thread with the turn waits
-_PATIENCE = 100  # steps after which a rank that waits outside comes first
 _HELPER = "syncprims-schedule"  # the name of a thread that passes the turn on
 _LOOK_EVERY = 0.002  # seconds between two looks for a thread that may come
 
@@ -153,7 +148,7 @@ class Seed(NamedTuple):
         return RandomSchedule(self.number)
 
 
-def never() -> bool:
+def _never() -> bool:
     """Return False: a rank sleeps until its time."""
     return False
 
@@ -163,8 +158,6 @@ class RankThread(threading.Thread):
 
     A thread inherits this from the one that starts it, and a rank is the main thread elsewhere.
     """
-
-    turn: Turn | None = None
 
     def run(self) -> None:
         """Run the rank."""
@@ -177,7 +170,7 @@ class RankThread(threading.Thread):
             pass
 
 
-class Turn:
+class _Turn:
     """The state of one thread, and the block in which the thread is inside a board."""
 
     def __init__(self, scheduler: Scheduler, rank: int, *, own: bool) -> None:
@@ -189,7 +182,6 @@ class Turn:
         self.waits = own  #: for the turn; a rank's own thread begins with that
         self.ready: Callable[[], bool] | None = None
         self.until: float = math.inf
-        self.outside: float = -math.inf  #: real time minus virtual time, as a wait outside began
         self.done = False
         self.substitute: int | None = None  #: the thread that makes a call in place of the own one
         self._depth = 0
@@ -202,37 +194,18 @@ class Turn:
     @property
     def sleeps(self) -> bool:
         """Whether nothing but the time ends this wait."""
-        return self.ready is never
+        return self.ready is _never
 
     @property
     def inside(self) -> bool:
-        """Whether the thread is in a call of the library."""
         return self._depth > 0
 
     def able(self, now: float) -> bool:
-        """Return whether the thread waits for the turn, and for nothing else."""
         if not self.waits:
             return False
         return self.ready is None or self.until <= now or self.ready()
 
-    def is_outside(self) -> bool:
-        """Return whether the thread has the turn, and is in no call of the library."""
-        return self._scheduler.has_turn(self) and not self.inside
-
-    def has_threads(self) -> bool:
-        """Return whether the rank has started threads that still run."""
-        return any(thread.is_alive() for thread in [*self._scheduler.threads[self.rank].started])
-
-    def wait_outside(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Return when ``ready()``, or after so many seconds of real time; other ranks run."""
-        now = self._scheduler.now()
-        self.outside = time.monotonic() - now
-        try:
-            self._scheduler.wait(self.rank, ready, now + seconds)
-        finally:
-            self.outside = -math.inf
-
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> _Turn:
         if not self._depth:
             self._scheduler.come(self)
         self._depth += 1
@@ -272,14 +245,14 @@ class Scheduler:
         #: Those that each rank has started.
         self.threads: list[RankThreads] = [RankThreads() for _ in range(ranks)]
         self.finished: threading.Event = threading.Event()
-        self._turns = [Turn(self, rank, own=True) for rank in range(ranks)]
+        self._turns = [_Turn(self, rank, own=True) for rank in range(ranks)]
         self._late = list(range(ranks - late, ranks))  # ranks that start later, if at all
         for rank in self._late:
             self._turns[rank].done, self._turns[rank].waits = True, False
         # By rank and thread. Not by the thread's number: a new thread has that of an ended one.
-        self._by_thread: dict[tuple[int, threading.Thread], Turn] = {}
+        self._by_thread: dict[tuple[int, threading.Thread], _Turn] = {}
         self._leaving: set[int] = set()  # ranks that wait for their threads to end
-        self._holder: Turn | None = None  # of the turn; None while no thread can have it
+        self._holder: _Turn | None = None  # of the turn; None while no thread can have it
         self._passing = threading.Lock()  # held while the holder changes
         self._schedule = schedule
         self.exact: bool = schedule.exact  #: all orders are explored: ranks say what they access
@@ -287,8 +260,6 @@ class Scheduler:
         self._break_standstill = break_standstill
         self._enter_rank = enter_rank
         self._idents: dict[int, int] = {}  # the own thread of each rank
-        self._process = os.getpid()
-        self._impatient_at = 0  # the step at which ranks that wait outside come first
         self._now = 0.0
 
     # -- called by boards ---------------------------------------------------------------------
@@ -297,20 +268,16 @@ class Scheduler:
         """Return the virtual time in seconds."""
         return self._now
 
-    def inside(self, rank: int) -> Turn:
+    def inside(self, rank: int) -> _Turn:
         """Return a context in which this thread of `rank` has the turn, unless it waits."""
         if self._enter_rank is not None:
             return self._check_sole(rank)
         key = rank, threading.current_thread()
         turn = self._by_thread.get(key)
         if turn is None:
-            turn = self._by_thread[key] = Turn(self, rank, own=False)
+            turn = self._by_thread[key] = _Turn(self, rank, own=False)
             self._turns.append(turn)
         return turn
-
-    def has_turn(self, turn: Turn) -> bool:
-        """Return whether `turn` is the one that runs; not in a forked child, where none else is."""
-        return self._holder is turn and os.getpid() == self._process
 
     def step(self, rank: int) -> None:
         """Give the turn to the rank that the schedule picks, and return when it is back."""
@@ -339,7 +306,7 @@ class Scheduler:
 
     def sleep(self, rank: int, seconds: float) -> None:
         """Return after so many seconds of virtual time; other ranks run meanwhile."""
-        self.wait(rank, never, self._now + seconds)
+        self.wait(rank, _never, self._now + seconds)
 
     def await_threads(self, rank: int) -> None:
         """Return when `rank` has no thread left for which Python would wait at its exit."""
@@ -350,7 +317,7 @@ class Scheduler:
 
     # -- threads that the program has started ----------------------------------------------------
 
-    def _check_sole(self, rank: int) -> Turn:
+    def _check_sole(self, rank: int) -> _Turn:
         """Return the turn of `rank`, for its own thread or for one that this waits for.
 
         :raises ConcurrentCall: if both make calls: they need the globals of the rank, which are
@@ -377,13 +344,13 @@ class Scheduler:
             rank=owner,
         )
 
-    def come(self, turn: Turn) -> None:
+    def come(self, turn: _Turn) -> None:
         """Return when this thread, which is outside of all boards, has the turn."""
         if self._holder is not turn:
             turn.waits = True
             self._await(turn)
 
-    def _take_from_busy(self, turn: Turn, steps: int) -> None:
+    def _take_from_busy(self, turn: _Turn, steps: int) -> None:
         """Pass the turn on if it is with a thread outside, and has been there since `steps`.
 
         That one is busy elsewhere, and may wait for the thread that calls this. A rank's own thread
@@ -400,7 +367,7 @@ class Scheduler:
             self._holder = None
         self.pass_on()
 
-    def go(self, turn: Turn) -> None:
+    def go(self, turn: _Turn) -> None:
         """Pass the turn on, where a thread that has it leaves the boards."""
         if not self._give_up(turn):
             return
@@ -411,7 +378,7 @@ class Scheduler:
         helper = threading.Thread(target=self.pass_on, name=_HELPER, daemon=True)
         contextvars.Context().run(helper.start)  # it is not a rank's
 
-    def _give_up(self, turn: Turn) -> bool:
+    def _give_up(self, turn: _Turn) -> bool:
         """Take the turn from this thread; return whether it had it and must pass it on."""
         with self._passing:
             if self._holder is not turn or self.aborted:
@@ -478,10 +445,7 @@ class Scheduler:
 
     def enter(self, rank: int) -> None:
         """Return when `rank` has the turn; called once, by its own thread."""
-        thread, turn = threading.current_thread(), self._turns[rank]
-        self._by_thread[rank, thread] = turn
-        if isinstance(thread, RankThread):
-            thread.turn = turn
+        turn = self._by_thread[rank, threading.current_thread()] = self._turns[rank]
         self._idents[rank] = threading.get_ident()
         self._await(turn)
 
@@ -512,7 +476,7 @@ class Scheduler:
 
     # -- passing the turn -----------------------------------------------------------------------
 
-    def _pass_to(self, turn: Turn | None) -> None:
+    def _pass_to(self, turn: _Turn | None) -> None:
         if turn is None:
             self.finished.set()
             return
@@ -520,23 +484,23 @@ class Scheduler:
             self._holder, turn.waits = turn, False
         self._release(turn)
 
-    def _release(self, turn: Turn) -> None:
+    def _release(self, turn: _Turn) -> None:
         with contextlib.suppress(RuntimeError):  # it is awake already: the world is given up
             turn.lock.release()
 
-    def _await(self, turn: Turn) -> None:
+    def _await(self, turn: _Turn) -> None:
         """Return when `turn` comes; look at times whether the thread that has it uses it."""
         steps = self.steps
-        pause = _LOOK_AT_HOLDER if turn.own else _TAKE_AFTER
-        while not self.aborted and not turn.lock.acquire(timeout=pause):
-            self._take_from_busy(turn, steps)
+        while not turn.lock.acquire(timeout=_LOOK_AT_HOLDER if turn.own else _TAKE_AFTER):
+            if not self.aborted:
+                self._take_from_busy(turn, steps)
             steps = self.steps
         if self.aborted:
             raise WorldAborted
         if self._enter_rank is not None:
             self._enter_rank(turn.rank)
 
-    def _choose(self, current: Turn | None) -> Turn | None:
+    def _choose(self, current: _Turn | None) -> _Turn | None:
         """Return the thread that has the turn now, or None when all are done."""
         looks = 0  # one after another that have found that no thread may come
         while True:
@@ -544,15 +508,7 @@ class Scheduler:
             self._choosing = True
             able = [turn for turn in self._turns if turn.able(now)]
             self._choosing = False
-            outside = [turn for turn in self._turns if turn.waits and turn.outside > -math.inf]
-            if not outside:
-                self._impatient_at = self.steps + _PATIENCE
-            impatient = self.steps >= self._impatient_at
-            if impatient:
-                able = [turn for turn in able if turn in outside]
             if able:
-                if impatient:
-                    self._impatient_at = self.steps + _PATIENCE
                 self.steps += 1
                 ranks = sorted({turn.rank for turn in able})
                 rank = self._schedule.pick(
@@ -563,15 +519,7 @@ class Scheduler:
                 raise WorldAborted
             if all(turn.done if turn.own else not turn.waits for turn in self._turns):
                 return None
-            deadline = min(turn.until for turn in (outside if impatient else self._turns))
-            ahead = max((turn.outside for turn in outside), default=-math.inf)
-            pause = deadline + ahead - time.monotonic()
-            if pause > 0:
-                sleeps = all(turn.sleeps for turn in outside)
-                time.sleep(min(pause, _LOOK_AT_HOLDER / 5 if sleeps else _LOOK_EVERY))
-                looks = 0
-                continue
-            comer = "" if impatient else self._who_may_come()
+            comer = self._who_may_come()
             # A thread that may come ends no sleep of a rank, so that need not last as long.
             first = min(self._turns, key=lambda turn: turn.until)
             if comer and not (comer == "helper" and first.sleeps and first.until < math.inf):
@@ -587,6 +535,8 @@ class Scheduler:
             if looks < 2:
                 continue
             looks = 0
+            waiting = [turn.until for turn in self._turns if turn.waits]
+            deadline = min(waiting, default=math.inf)
             # In a process, too, a deadlock is found before a longer time limit.
             if deadline >= now + DEADLOCK_SEARCH:
                 self._choosing = deadline < math.inf  # ranks that go on have accessed nothing

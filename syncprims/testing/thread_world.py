@@ -29,7 +29,6 @@ from syncprims.interface import Backend, Settings, Topology
 from .errors import Killed, WorldAborted
 from .faults import FaultTarget, Join, current_target
 from .outcomes import RankOutcome, WorldRun, trim_stack
-from .outside import waits_give_turn
 from .patches import undone_at_end
 from .probe import Probe, probe_backend
 from .rank_threads import threads_belong_to_ranks, wake
@@ -118,7 +117,6 @@ class ThreadWorld:
         with (
             threads_as_ranks(),
             threads_belong_to_ranks(),
-            waits_give_turn(),
             capture_ranks(),
             undone_at_end(),
             _one_processor(self._spec.seed.number),

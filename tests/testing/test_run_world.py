@@ -8,7 +8,6 @@ import gc
 import importlib
 import os
 import re
-import select
 import sys
 import threading
 import time
@@ -444,70 +443,6 @@ def test_a_killed_thread_stays_dead_whatever_its_code_does() -> None:
 def test_a_stopped_rank_is_a_stall_and_no_death(kind: WorldKind) -> None:
     with pytest.raises(StallError, match=r"wait for ranks \[1\], which are stopped"):
         run_world(lambda: sp.barrier(), 3, kind=kind, faults=[Stop(1)])
-
-
-class Announcement:
-    """What one rank does outside of a call, and another one waits for."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.reader, self.writer = os.pipe()
-
-    def make(self) -> None:
-        self.event.set()
-        os.write(self.writer, b"x")
-
-    def close(self) -> None:
-        os.close(self.reader)
-        os.close(self.writer)
-
-
-def poll_and_sleep(one: Announcement) -> None:
-    while not one.event.is_set():
-        time.sleep(0.001)
-
-
-def poll_in_a_loop(one: Announcement) -> None:
-    async def poll() -> None:
-        while not one.event.is_set():
-            await asyncio.sleep(0.001)
-
-    asyncio.run(poll())
-
-
-def wait_for_an_event(one: Announcement) -> None:
-    assert one.event.wait(60)
-
-
-def select_a_pipe(one: Announcement) -> None:
-    assert select.select([one.reader], [], [], 60)[0] == [one.reader]
-
-
-@pytest.mark.parametrize("wait", [poll_and_sleep, poll_in_a_loop, wait_for_an_event, select_a_pipe])
-def test_a_rank_may_wait_for_another_outside_of_calls(wait: Callable[[Announcement], None]) -> None:
-    for seed in range(4):
-        with contextlib.closing(Announcement()) as one:
-
-            def program(one: Announcement = one) -> None:
-                if sp.get_rank() == 1:
-                    one.make()
-                wait(one)
-                sp.barrier()
-
-            run_world(program, 2, seed=seed, timeout=10)
-
-
-def test_ranks_that_sleep_go_on_in_the_order_of_their_times() -> None:
-    for seed in range(4):
-        order: list[int] = []
-
-        def program(order: list[int] = order) -> None:
-            time.sleep(0.003 - 0.001 * sp.get_rank())
-            order.append(sp.get_rank())
-            sp.barrier(timeout=100)
-
-        run_world(program, 3, seed=seed)
-        assert order == [2, 1, 0]
 
 
 @both_kinds

@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -465,8 +464,6 @@ def test_a_rank_may_call_the_store_until_a_key_changes(poll: Callable[[Any], boo
     def body() -> None:
         dist.init_process_group("gloo")
         store = dist.distributed_c10d._get_default_store()
-        if dist.get_rank() == 0:
-            time.sleep(0.001)  # the others ask meanwhile
         if store.add("count", 1) == 3:
             store.set("last", "")
         while not poll(store):
