@@ -7,7 +7,7 @@ torch has made for several ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -31,11 +31,15 @@ def digest_buffers(model: Any) -> Digests:
     return digest_tensors(_named(model, "buffer"))
 
 
-def digest_optimizer(optimizer: Any, models: Iterable[Any]) -> Digests:
+def digest_optimizer(optimizer: Any, models: Sequence[Any]) -> Digests:
     """Return the digest of each tensor that an optimizer keeps for a parameter of these models."""
     if type(optimizer).__module__.startswith("torch.distributed"):
         return {}
-    names = {p: name for model in models for name, p in _named(model, "parameter")}
+    names = {
+        p: f"{name} of model {number}" if len(models) > 1 else name
+        for number, model in enumerate(models)
+        for name, p in _named(model, "parameter")
+    }
     return digest_tensors(
         (f"{key} of {names[p]}", value)
         for p, kept in optimizer.state.items()

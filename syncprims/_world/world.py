@@ -412,7 +412,7 @@ class RunningWorld(World):
         """
         if self.num_nodes == 1:
             return self.main_first_on_node(name, timeout)
-        key = os.fspath(path)
+        key = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - pathlib is slow to import
         if key not in self._file_systems:
             from .file_systems import number_file_systems  # what few programs need
 

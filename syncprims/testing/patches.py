@@ -14,12 +14,13 @@ from typing import Any
 
 from .rank_threads import Replacement
 
-_NONE, _ALL = object(), object()  # there is no such value; all items of a dictionary
+_NONE = object()  # there is no such value
 
 #: By the owner's id and the name: the owner, whether the name is that of an item, and the value
 #: before.
 Patched = dict[tuple[int, Any], tuple[Any, bool, Any]]
 _patched: list[Patched] = [{}]  # last, those of the rank that has the turn
+_own_environ = [False]  # of the same worlds
 
 
 def lift() -> list[tuple[Any, Any, bool, Any, Any]]:
@@ -28,9 +29,10 @@ def lift() -> list[tuple[Any, Any, bool, Any, Any]]:
         (owner, name, item, before, _get(owner, name, item))
         for (_, name), (owner, item, before) in _patched[-1].items()
     ]
-    for owner, name, item, before, _ in reversed(lifted):
-        _put(owner, name, item, before)
     _patched[-1] = {}
+    with contextlib.ExitStack() as undo:  # the last one first, and all, also if one raises
+        for owner, name, item, before, _ in lifted:
+            undo.callback(_put, owner, name, item, before)
     return lifted
 
 
@@ -42,13 +44,16 @@ def restore(lifted: list[tuple[Any, Any, bool, Any, Any]]) -> None:
 
 
 @contextlib.contextmanager
-def undone_at_end() -> Generator[None]:
+def undone_at_end(*, own_environ: bool) -> Generator[None]:
     """Undo, at the end of the block, what ranks have patched in it.
+
+    With `own_environ`, each rank has an ``os.environ`` of its own, which ends with it.
 
     A patch that has ended stays noted: where ranks share one, what it has put back may be that of
     another rank.
     """
     _patched.append({})
+    _own_environ.append(own_environ)
     mock: Any = sys.modules.get("unittest.mock")
     if mock is not None:  # what a rank has only started is not to be stopped later
         _note(mock._patch, "_active_patches", False, mock._patch._active_patches)
@@ -57,13 +62,14 @@ def undone_at_end() -> Generator[None]:
         try:
             yield
         finally:
-            lift()
-            _patched.pop()
+            try:
+                lift()
+            finally:
+                _patched.pop()
+                _own_environ.pop()
 
 
 def _get(owner: Any, name: Any, item: bool) -> Any:
-    if name is _ALL:
-        return dict(owner)
     if item:
         return owner.get(name, _NONE)
     own = getattr(owner, "__dict__", None)  # the value itself, and no descriptor's
@@ -71,10 +77,7 @@ def _get(owner: Any, name: Any, item: bool) -> Any:
 
 
 def _put(owner: Any, name: Any, item: bool, value: Any) -> None:
-    if name is _ALL:
-        owner.clear()
-        owner.update(value)
-    elif _get(owner, name, item) is value:
+    if _get(owner, name, item) is value:
         pass
     elif value is not _NONE:
         owner.__setitem__(name, value) if item else setattr(owner, name, value)
@@ -83,7 +86,7 @@ def _put(owner: Any, name: Any, item: bool, value: Any) -> None:
 
 
 def _note(owner: Any, name: Any, item: bool, before: Any) -> None:
-    if owner is not os.environ:  # each rank has its own, where ranks have globals of their own
+    if owner is not os.environ or not _own_environ[-1]:
         _patched[-1].setdefault((id(owner), name), (owner, item, before))
 
 
@@ -102,7 +105,9 @@ def _find_functions() -> list[tuple[Any, str, Any]]:
 
         def patch_noted(patch: Any) -> None:
             patch_dict(patch)
-            _note(patch.in_dict, _ALL, True, dict(patch._original))
+            # Not the others, which others may change meanwhile, as an import does in sys.modules.
+            for key in {**patch._original, **patch.values} if patch.clear else patch.values:
+                _note(patch.in_dict, key, True, patch._original.get(key, _NONE))
 
         found += [(mock._patch, "__enter__", enter_noted)]
         found += [(mock._patch_dict, "_patch_dict", patch_noted)]

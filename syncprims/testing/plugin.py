@@ -80,6 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     token = session_folder.set(find_folder)
     config.add_cleanup(lambda: session_folder.reset(token))
+    ranks = config.getoption("syncprims_worlds_ranks")
+    if ranks is not None and ranks < 1:
+        raise pytest.UsageError(f"--syncprims-worlds-ranks={ranks}: it takes a number of ranks")
     kind = config.getoption("syncprims_worlds")
     if kind is not None:
         try:

@@ -28,18 +28,24 @@ def run_item(item: pytest.Item, ranks: int) -> list[pytest.TestReport]:
         _capture_no_more(config)
         reports = runtestprotocol(item, log=False, nextitem=None)
         if any(report.failed for report in reports):
-            raise item.stash[_RAISED]
+            raise item.stash.get(_RAISED, None) or AssertionError(  # a plugin has made it fail
+                "\n".join(str(report.longrepr) for report in reports if report.failed)
+            )
         hook = config.hook.pytest_report_to_serializable
         return [hook(config=config, report=report) for report in reports]
 
     output = RankOutput()
     token = test_context.set(TestContext(None, item.nodeid, lambda: output))
+    info: Any = pytest.CallInfo
+
+    def run() -> Any:
+        ended = run_once(WorldSpec(program, ranks, "processes", torch=True, timeout=_LONGEST))
+        return results_of(ended, "", equal_rounds=False)
+
     try:
-        run = run_once(WorldSpec(program, ranks, "processes", torch=True, timeout=_LONGEST))
+        call = info.from_call(run, "call")
     finally:
         test_context.reset(token)
-    info: Any = pytest.CallInfo
-    call = info.from_call(lambda: results_of(run, "", equal_rounds=False), "call")
     if call.excinfo is None:
         reports: list[Any] = call.result[0]
         hook = config.hook.pytest_report_from_serializable

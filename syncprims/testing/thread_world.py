@@ -118,7 +118,7 @@ class ThreadWorld:
             threads_as_ranks(),
             threads_belong_to_ranks(),
             capture_ranks(),
-            undone_at_end(),
+            undone_at_end(own_environ=self._torch is not None),
             _one_processor(self._spec.seed.number),
             self._torch.serve() if self._torch else contextlib.nullcontext(),
         ):

@@ -162,6 +162,8 @@ class Accumulator:
                 "backward(skip=...): call it in `with accumulate(model):`, and not in "
                 "join_uneven_inputs(), where ranks have different numbers of batches"
             )
+        if skip is not None and window is not None and window.has_pass:
+            raise ValueError("backward(skip=...): give it one loss, the sum of a micro-batch's")
         if window is None or (window.stepped and not window.inside):
             self._backward_outside(loss, weight, options)
             return
@@ -471,10 +473,16 @@ class AccumulationWindow:
         self._ends_loader = at_end
         self.sync = at_end or self.count >= self._accumulator.steps
 
+    @property
+    def has_pass(self) -> bool:
+        """Whether the current micro-batch has had a loss, or was skipped."""
+        return self._current is not None
+
     def skip(self) -> None:
         """Leave the current micro-batch out of the window, as all ranks do. Collective."""
         self.count -= 1
         self.sync = False
+        self._current = 0.0
         if self._ends_loader:
             self.close()
 

@@ -92,7 +92,7 @@ assert run_world(program, 2, torch=True) == [2.0, 2.0]
 def test_it_works_without_modules_of_posix(tmp_path: Path, case: str) -> None:
     loaded, body = ["filelock", "numpy", "shutil"], CASES.get(case, "")
     if case in WITH_TORCH:
-        loaded += ["torch", "torch.distributed.nn.functional", "safetensors.torch"]
+        loaded += ["torch", "torch.distributed.nn.functional", "torch._dynamo", "safetensors.torch"]
         body = "import torch" + WITH_TORCH[case]
     program = PROGRAM.format(loaded=loaded, body=body)
     done = run_python("-c", program, cwd=tmp_path)

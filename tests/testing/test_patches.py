@@ -67,6 +67,8 @@ def test_patches_end_with_the_world_at_the_latest(torch: bool) -> None:
 
 
 def test_a_patch_of_the_test_holds_in_its_ranks_and_after_them() -> None:
+    pytest.importorskip("torch")
+
     def body() -> Any:
         with mock.patch.object(Thing, "value", "inner"):
             sp.barrier()
@@ -74,7 +76,7 @@ def test_a_patch_of_the_test_holds_in_its_ranks_and_after_them() -> None:
         return Thing.value
 
     with mock.patch.object(Thing, "value", "outer"):
-        assert run_world(body, 2) == ["outer"] * 2
+        assert run_world(body, 2, torch=True) == ["outer"] * 2
         assert Thing.value == "outer"
     assert Thing.value == 0
 
@@ -118,3 +120,59 @@ def test_what_ranks_change_in_the_process_is_put_back() -> None:
     before = state()
     run_world(body, 2, torch=True)
     assert state() == before
+
+
+def test_a_patch_of_a_rank_stays_for_its_turns() -> None:
+    pytest.importorskip("torch")
+
+    def body() -> list[str]:
+        with mock.patch.object(sys, "argv", [f"of {sp.get_rank()}"]):
+            sp.barrier()
+            return [*sys.argv]
+
+    before = [*sys.argv]
+    assert run_world(body, 2, torch=True) == [["of 0"], ["of 1"]]
+    assert sys.argv == before
+
+
+@with_torch
+def test_what_is_added_to_a_dictionary_after_a_patch_of_it_stays(torch: bool) -> None:
+    def body() -> None:
+        with mock.patch.dict(Thing.table, {"a": 2}):
+            pass
+        Thing.table["imported"] = 3
+        sp.barrier()
+        assert Thing.table == {"a": 1, "imported": 3}
+
+    try:
+        run_world(body, 2, torch=torch)
+        assert Thing.table == {"a": 1, "imported": 3}
+    finally:
+        Thing.table.pop("imported", None)
+
+
+@with_torch
+def test_variables_that_ranks_patch_end_with_the_world(torch: bool) -> None:
+    def body() -> None:
+        mock.patch.dict(os.environ, {"OF_A_RANK": "1"}).start()
+        sp.barrier()
+
+    run_world(body, 2, torch=torch)
+    assert "OF_A_RANK" not in os.environ
+
+
+def test_a_directory_that_a_rank_removes_hides_no_error(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    here = Path.cwd()
+
+    def body() -> None:
+        if sp.get_rank() == 0:
+            (tmp_path / "gone").mkdir()
+            os.chdir(tmp_path / "gone")
+            (tmp_path / "gone").rmdir()
+            raise ValueError("the cause")
+        sp.barrier()
+
+    with pytest.raises(ValueError, match="the cause"):
+        run_world(body, 2, torch=True)
+    assert Path.cwd() == here

@@ -30,7 +30,7 @@ BUGGY = """
 """
 
 HOW = f"Install it: {install('torch')}"
-ARGUMENTS = "ranks, kind, backend, schedules, seed, faults, timeout, nodes, torch"
+ARGUMENTS = "ranks, kind, backend, schedules, seed, faults, timeout, nodes, torch, replicas"
 
 
 class Result(NamedTuple):

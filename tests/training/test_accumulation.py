@@ -1002,7 +1002,14 @@ def test_a_micro_batch_that_one_rank_skips_counts_on_none(weight: int | None) ->
         assert train(2, {(0, 1), (1, 4)}) == ([expect([0, 2]), expect([3])], 2)
         assert train(1, {(1, 4)}) == ([expect([n]) for n in range(4)], 1)
         assert train(9, {(n % 2, n) for n in range(5)}) == ([], 5)
+        loss = torch.ones((), requires_grad=True)
         with pytest.raises(ValueError, match="call it in"):
-            Accumulator().backward(torch.ones((), requires_grad=True), skip=True)
+            Accumulator().backward(loss, skip=True)
+        for first in (None, False, True):
+            accumulator = Accumulator()
+            with accumulator(unit_model()):
+                accumulator.backward(loss, skip=first)
+                with pytest.raises(ValueError, match="give it one loss"):
+                    accumulator.backward(loss, skip=True)
 
     run_world(program, 2)

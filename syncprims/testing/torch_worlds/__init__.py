@@ -347,8 +347,10 @@ def _meet_makers(call: str, ranks: Sequence[int] | None) -> None:
     """Return when these ranks, by default all, have come to the `call` that makes a group."""
     world = get_world()
     rounds = world.open_rounds(ranks or range(world.world_size), call, torch_internals.BETWEEN)
-    rounds.meet(rounds.note(call.partition(" ")[0]))
-    world.close_rounds(rounds, lambda: errors.WorldClosed(call))
+    try:
+        rounds.meet(rounds.note(call.partition(" ")[0]))
+    finally:
+        world.close_rounds(rounds, lambda: errors.WorldClosed(call))
 
 
 @contextlib.contextmanager

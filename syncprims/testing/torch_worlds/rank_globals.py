@@ -8,6 +8,7 @@ of torch. What ranks have changed there is put back at the end.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import locale
@@ -20,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -44,19 +46,21 @@ class RankGlobals:
             _numpy_random(),
             _torch_globals(),
             _module_hooks(),
-            _Part(lambda rank: [], lift, restore),
         ]
         self._awaited = list(_ATTRIBUTES)  # of modules that have not been imported
         self._modules = 0  # how many had been, at the last look
         self._find_parts()
         self._settings = [get() for get, _ in _SETTINGS]
         self._here: int | None = None  # whose globals the process has; None: those of the test
+        self._lifted: dict[int | None, Any] = {}  # patches of those that do not have the turn
         self._kept: dict[int | None, list[Any]] = {rank: [] for rank in range(len(environs))}
 
     def enter(self, rank: int | None) -> None:
         """Give the process the globals of `rank`, or with None, those that it had before."""
         if rank == self._here:
             return
+        # Patches are undone first and made again last: what they replace may be one of the parts.
+        self._lifted[self._here] = lift()
         if len(sys.modules) != self._modules:
             # Whoever leaves has imported something, and what is there now is its own.
             new = self._find_parts()
@@ -67,11 +71,13 @@ class RankGlobals:
         kept += [part.fresh(rank or 0) for part in self._parts[len(kept) :]]
         for part, value in zip(self._parts, kept, strict=True):
             part.load(value)
-        if rank is None:
-            for (get, put), value in zip(_SETTINGS, self._settings, strict=True):
-                if get() != value:
-                    put(value)
+        restore(self._lifted.pop(rank, []))
         self._here = rank
+        if rank is None:
+            with contextlib.ExitStack() as undo:  # all, also if one raises
+                for (get, put), value in zip(_SETTINGS, self._settings, strict=True):
+                    if get() != value:
+                        undo.callback(put, value)
 
     def _find_parts(self) -> list[_Part]:
         """Add the attributes of modules that have been imported meanwhile, and return them."""
@@ -138,10 +144,21 @@ _ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
 )
 
 
+def _directory() -> Path | None:
+    with contextlib.suppress(OSError):  # it may have been removed
+        return Path.cwd()
+    return None
+
+
+def _enter_directory(path: Path | None) -> None:
+    if path is not None:
+        os.chdir(path)
+
+
 _torch: Any = torch  # its types leave some functions out
 #: Of the process; ranks share them, and the process has the old ones after the world.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (os.getcwd, os.chdir),
+    (_directory, _enter_directory),
     (partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
     (lambda: logging.root.level, logging.root.setLevel),
     (lambda: logging.root.manager.disable, logging.disable),

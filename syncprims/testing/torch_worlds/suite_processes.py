@@ -97,7 +97,8 @@ class SuiteProcesses(Suites):
         self._replace(_standard.popen_forkserver, "Popen", _Popen)
 
         def prepare(name: str) -> dict[str, Any]:
-            return {**data(name), "environ": dict(os.environ)}
+            key = getattr(_server, "_forkserver_authkey", None)  # Python 3.14 and newer
+            return {**data(name), "environ": dict(os.environ), "server_key": key}
 
         data: Any = self._replace(_standard.spawn, "get_preparation_data", prepare)
         self._undo.callback(_end_server)
@@ -118,7 +119,15 @@ class SuiteProcesses(Suites):
             return
         _standard.resource_tracker.ensure_running()
         _standard.forkserver.set_forkserver_preload([])
-        with replaced((_standard.util, "spawnv_passfds", _fork_server)):
+        made: list[int] = []  # of pipes, of which the server gets what is passed
+
+        def pipe() -> tuple[int, int]:
+            ends = open_pipe()
+            made.extend(ends)
+            return ends
+
+        open_pipe, fork = os.pipe, functools.partial(_fork_server, made)
+        with replaced((_standard.util, "spawnv_passfds", fork), (os, "pipe", pipe)):
             _server.ensure_running()
         _server.ensure_running = lambda: None  # also for forked processes, which cannot ask
 
@@ -133,14 +142,19 @@ class SuiteProcesses(Suites):
 # -- the server of processes -----------------------------------------------------------------------
 
 
-def _fork_server(path: str, args: list[Any], passed: list[int]) -> int:
-    """Fork this process, and run there what a new interpreter would run by these arguments."""
+def _fork_server(made: list[int], path: str, args: list[Any], passed: list[int]) -> int:
+    """Fork this process, and run there what a new interpreter would run by these arguments.
+
+    Without the other ends of its pipes (`made`), the server sees that pytest has ended.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the server uses none
         pid = os.fork()
     if pid:
         return pid
     try:
+        for fd in {*made}.difference(passed):
+            os.close(fd)
         _server.ensure_running = lambda: None  # its processes use it, too
         gc.freeze()  # to free here what pytest has left could end things of pytest
         os.register_at_fork(before=_load)
@@ -165,7 +179,8 @@ def _end_server() -> None:
     """End the server; processes that still run go on."""
     vars(_server).pop("ensure_running", None)
     if _server._forkserver_pid is not None:
-        os.kill(_server._forkserver_pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # a test may have waited for all processes
+            os.kill(_server._forkserver_pid, signal.SIGKILL)
         _server._stop()
 
 
@@ -184,6 +199,7 @@ def _prepare(before: Callable[[Any], None], data: Any) -> None:
         setattr(sys, f"__{stream}__", text)
     os.environ.clear()
     os.environ.update(data["environ"])
+    _server._forkserver_authkey = data["server_key"]
     for handler in [*logging.root.handlers]:
         if type(handler).__module__.startswith("_pytest"):
             logging.root.removeHandler(handler)
