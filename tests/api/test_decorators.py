@@ -112,6 +112,7 @@ def test_blocks_may_be_nested(world: Ranks, tmp_path: Path) -> None:
     assert [late[3] for late in others].count(False) <= len(others) // 2
 
 
+@pytest.mark.soak  # the same in threads runs daily
 def test_blocks_may_be_nested_on_several_hosts() -> None:
     order: list[int] = []
     for seed in range(20):
