@@ -395,7 +395,7 @@ class SharedMemoryBoard(Board):
         return self._aborts.verdict(self.collected + 1)
 
     def inform(self) -> None:
-        """Let the next look at each member ask for its lock, too."""
+        """Make the next look at each member ask for its lock, too."""
         self._liveness.distrust()
 
     def publish_wait(self, wait: WaitView) -> None:

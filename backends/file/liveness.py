@@ -191,7 +191,7 @@ class Liveness:
         return watched and self._read_state(process) == _ALIVE
 
     def distrust(self) -> None:
-        """Let the next look at each process ask for its lock, too."""
+        """Make the next look at each process ask for its lock, too."""
         self._trusted.clear()
 
     def state(self, process: int) -> tuple[State, str, bytes]:

@@ -1,7 +1,7 @@
 """Tensors of training that are to be the same on all ranks, compared by digests.
 
 What is different by design is left out: tensors that are no plain memory, such as the shards of
-FSDP2 and DTensor, what is in a model of FSDP1, what DDP is told to ignore, and optimizers that
+FSDP2 and DTensor, what is in a model of FSDP1, what DDP ignores by request, and optimizers that
 torch has made for several ranks.
 """
 

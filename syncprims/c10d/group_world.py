@@ -54,16 +54,21 @@ def _keep_server(store: Any) -> None:
         runtime.keep_until_exit((backing.host, backing.port), backing)
 
 
-def _start(store: Any, rank: int, world_size: int) -> RunningWorld:
-    """Start a world of the ranks that share `store`: at its server, if it has one."""
+def make_variables(store: Any, rank: int, world_size: int) -> dict[str, str]:
+    """Return the variables of a new world, on one host, of the ranks that share `store`."""
     turn = (int(store.add("syncprims/joined", 1)) - 1) // world_size  # earlier groups used it, too
     run_id = bytes(store.compare_set(f"syncprims/{turn}", "", uuid.uuid4().hex)).decode()
-    variables = {
+    return {
         "SYNCPRIMS_RANK": str(rank),
         "SYNCPRIMS_WORLD_SIZE": str(world_size),
         "SYNCPRIMS_RUN_ID": run_id,
         "SYNCPRIMS_BACKEND": "single" if world_size == 1 else "file",
     }
+
+
+def _start(store: Any, rank: int, world_size: int) -> RunningWorld:
+    """Start a world of the ranks that share `store`: at its server, if it has one."""
+    variables = make_variables(store, rank, world_size)
     server = find_backing_store(store)
     if world_size > 1 and isinstance(server, dist.TCPStore):
         variables |= {

@@ -174,7 +174,7 @@ class Channel:
         return not self._moving and (self._can_post() or self._can_collect())
 
     def give_turn(self) -> None:
-        """Let the others go on, where one rank runs at a time."""
+        """Pass the turn on, where one rank runs at a time."""
         board = self.rounds.board
         self._background.wait(self.has_note, board.now(), Awaited("a transfer", [board]))
 

@@ -102,7 +102,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Let the suite be served: it has imported what it uses."""
+    """Serve the suite, which has imported what it uses."""
     suites = session.config.stash.get(_SUITES, None)
     if suites is not None:
         suites.start()

@@ -55,7 +55,7 @@ def run_world(
         and random states.
     :param replicas: at each step of an optimizer, compare its models, and the tensors that it keeps
         for them, between ranks; a difference is a `RankMismatch`. Not what is different by design:
-        shards, what DDP is told to ignore, and buffers that DDP is about to copy. Implies `torch`.
+        shards, what DDP ignores by request, and buffers that DDP is about to copy. Implies `torch`.
     :param timeout: seconds of real time after which a world that still runs is given up.
     :raises DeadlockError: if ranks wait for notes that can never come.
     :raises UnequalRounds: if all ended without an error, but with different numbers of calls.

@@ -14,7 +14,6 @@ import os
 import pickle
 import tempfile
 import weakref
-import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from syncprims import errors
-from syncprims._data.arrays import raw
+from syncprims._data.replicas import digest_tensors
 from syncprims._protocol.call_site import NoteCache
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims._system.host import free_port
@@ -32,7 +31,6 @@ from syncprims._system.locks import locked
 from syncprims._world.runtime import current, get_world
 from syncprims._world.world import RunningWorld
 from syncprims.c10d import serve_every_backend, torch_internals
-from syncprims.c10d.tensors import items_of
 from syncprims.c10d.torch_internals import dist
 from syncprims.interface import Awaited, Board, Label
 from syncprims.testing.faults import current_target
@@ -63,7 +61,7 @@ def _shared(path: Path) -> Generator[dict[Any, Any]]:
             file.flush()  # while the lock is held: another rank would find an empty file
 
 
-class _WorldStore(dist.Store):  # type: ignore[misc]
+class WorldStore(dist.Store):  # type: ignore[misc]
     """A store of one rank in the world of a test; its keys and values are in a file.
 
     Every call is a point at which another rank may get the turn. A rank that waits for a key waits
@@ -239,9 +237,9 @@ class _Rendezvous:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stores: dict[int, list[_WorldStore]] = {}  # torch keeps only the C++ part of one
+        self._stores: dict[int, list[WorldStore]] = {}  # torch keeps only the C++ part of one
 
-    def __call__(self, url: str, rank: int, world_size: int) -> tuple[_WorldStore, int, int]:
+    def __call__(self, url: str, rank: int, world_size: int) -> tuple[WorldStore, int, int]:
         """Return the store of this rank, its number, and how many ranks there are.
 
         :raises ValueError: if the program says other numbers.
@@ -256,11 +254,11 @@ class _Rendezvous:
                     f"init_process_group({what}={given}): in this world it is {number}"
                 )
         stores = self._stores.setdefault(world.rank, [])
-        stores.append(_WorldStore(self._path, world, len(stores)))
+        stores.append(WorldStore(self._path, world, len(stores)))
         return stores[-1], world.rank, world.world_size
 
 
-class _SameParameters:
+class SameParameters:
     """Compares the parameters of each DDP model between ranks before its synchronizing passes.
 
     DDP assumes that they are equal, and trains on in silence where they are not. There is no round
@@ -283,13 +281,11 @@ class _SameParameters:
             self._models[rank] += 1
         self._passes[model] = number, passed + 1
         with torch_internals.without_modes():
-            mine = {
-                name: zlib.crc32(raw(items_of(parameter)))
+            mine = digest_tensors(
+                (name, parameter)
                 for name, parameter in model.module.named_parameters()
-                if type(parameter.data) is torch.Tensor
-                and parameter.device.type == "cpu"
-                and name not in model.parameters_to_ignore
-            }
+                if name not in model.parameters_to_ignore
+            )
         place = ("parameters", *ranks, number, passed)
         with _shared(self._path) as values:
             first, theirs, compared = values.pop(place, (rank, mine, 0))
@@ -366,7 +362,7 @@ def _serve(store: Path, replicas: bool) -> Generator[None]:
         serve_every_backend(),
         changes_at_wait(),
         torch_internals.before_new_group(_SameMembers(store)),
-        torch_internals.before_ddp_forward(_SameParameters(store)),
+        torch_internals.before_ddp_forward(SameParameters(store)),
         comparison.at_each_step() if replicas else contextlib.nullcontext(),
     ):
         yield

@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 import time
-import uuid
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -33,14 +32,11 @@ from syncprims._world.registry import load_backend
 from syncprims._world.scratch import scratch_directory
 from syncprims._world.world import version
 from syncprims.c10d import serve_every_backend
+from syncprims.c10d.group_world import make_variables
 from syncprims.c10d.torch_internals import before_ddp_forward, c10d, replaced
 from syncprims.errors import PeerFailed, chain_of
 
-from . import (
-    _SameParameters,  # pyright: ignore[reportPrivateUsage]
-    _WorldStore,  # pyright: ignore[reportPrivateUsage]
-    import_lazy_modules,
-)
+from . import SameParameters, WorldStore, import_lazy_modules
 from .suites import Suites
 
 _standard: Any = multiprocessing  # its types leave out what is replaced here
@@ -232,7 +228,7 @@ def _serve(folder: Path) -> None:
         names = {part.rpartition(":")[2] for part in str(backend).split(",")}
         if names - _SERVED:
             if not rank:
-                _note(folder, f"a group of the backend {backend}")
+                _log(folder, f"a group of the backend {backend}")
             return of_torch(size, rank, ranks, backend, store, *args, **kw)
         own = _join(folder, store, rank, size)
         group, prefixed = ours(size, rank, ranks, backend, own, *args, **kw)
@@ -258,27 +254,18 @@ def _serve(folder: Path) -> None:
     sys.exit = report_and_exit
 
 
-def _note(folder: Path, line: str) -> None:
+def _log(folder: Path, line: str) -> None:
     with (folder / _LOG).open("a") as log:
         log.write(f"{line}\n")
 
 
-def _join(folder: Path, store: Any, rank: int, size: int) -> _WorldStore:
+def _join(folder: Path, store: Any, rank: int, size: int) -> WorldStore:
     """Start a world of the ranks that share `store`, and return a store of this world."""
-    turn = (int(store.add("syncprims/joined", 1)) - 1) // size  # earlier groups used it, too
-    name = bytes(store.compare_set(f"syncprims/{turn}", "", uuid.uuid4().hex)).decode()
-    world = runtime.join_as(
-        {
-            "SYNCPRIMS_RANK": str(rank),
-            "SYNCPRIMS_WORLD_SIZE": str(size),
-            "SYNCPRIMS_RUN_ID": name,
-            "SYNCPRIMS_DIR": str(folder),
-            "SYNCPRIMS_BACKEND": "single" if size == 1 else "file",
-        }
-    )
+    variables = {**make_variables(store, rank, size), "SYNCPRIMS_DIR": str(folder)}
+    world = runtime.join_as(variables)
     if not rank:
-        _note(folder, "")
-    path = folder / f"store-{name}"
+        _log(folder, "")
+    path = folder / f"store-{variables['SYNCPRIMS_RUN_ID']}"
     _check.close()
-    _check.enter_context(before_ddp_forward(_SameParameters(path)))
-    return _WorldStore(path, world, 0)
+    _check.enter_context(before_ddp_forward(SameParameters(path)))
+    return WorldStore(path, world, 0)
