@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from typing import Any, Concatenate, ParamSpec, TypeVar, TypeVarTuple, cast, overload
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, TypeVarTuple, cast, overload
 
 import torch
 from torch import nn
@@ -157,9 +157,9 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         """Return whether the flag is set on any rank, and reset it. Collective."""
         return self._trigger.check()
 
-    gather: Callable[..., Any] = staticmethod(gathering.gather)
-    reduce: Callable[..., Any] = staticmethod(gathering.reduce)
-    pad_across_processes: Callable[..., Any] = staticmethod(gathering.pad_across_processes)
+    gather: Final = staticmethod(gathering.gather)
+    reduce: Final = staticmethod(gathering.reduce)
+    pad_across_processes: Final = staticmethod(gathering.pad_across_processes)
 
     def gather_for_metrics(
         self, input_data: Any, use_gather_object: bool = False, *, name: str | None = None
@@ -222,17 +222,13 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         configuration.check_fixed(None, slice_fn_for_dispatch, call, instead)
         return self.prepare(data_loader, device_placement=device_placement)
 
-    accumulate: Callable[..., AbstractContextManager[None]] = _of_accumulator(
-        Accumulator.accumulate
-    )
-    backward: Callable[..., None] = _of_accumulator(Accumulator.backward)
-    flush: Callable[..., bool] = _of_accumulator(Accumulator.flush)
-    no_sync: Callable[..., AbstractContextManager[None]] = _of_accumulator(Accumulator.no_sync)
-    trigger_sync_in_backward: Callable[..., AbstractContextManager[None]] = _of_accumulator(
-        Accumulator.sync_in_backward
-    )
-    clip_grad_norm_: Callable[..., torch.Tensor] = _of_accumulator(Accumulator.clip_grad_norm_)
-    clip_grad_value_: Callable[..., None] = _of_accumulator(Accumulator.clip_grad_value_)
+    accumulate: Final = _of_accumulator(Accumulator.accumulate)
+    backward: Final = _of_accumulator(Accumulator.backward)
+    flush: Final = _of_accumulator(Accumulator.flush)
+    no_sync: Final = _of_accumulator(Accumulator.no_sync)
+    trigger_sync_in_backward: Final = _of_accumulator(Accumulator.sync_in_backward)
+    clip_grad_norm_: Final = _of_accumulator(Accumulator.clip_grad_norm_)
+    clip_grad_value_: Final = _of_accumulator(Accumulator.clip_grad_value_)
 
     sync_gradients: bool = delegated(
         "accumulator.sync_gradients",
@@ -303,7 +299,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     use_stateful_dataloader: bool = delegated("_data.use_stateful_dataloader")
     use_seedable_sampler: bool = delegated("_data.use_seedable_sampler")
 
-    skip_first_batches: Callable[..., Any] = staticmethod(skip_first_batches)
+    skip_first_batches: Final = staticmethod(skip_first_batches)
 
     @contextlib.contextmanager
     def join_uneven_inputs(

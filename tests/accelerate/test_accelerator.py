@@ -157,7 +157,7 @@ def test_tensors_of_all_ranks() -> None:
     assert a.reduce([torch.tensor(rank)], "mean", scale=2.0)[0] == 2 * mean
     assert a.reduce(torch.tensor(rank), "none") == rank
     with pytest.raises(ValueError, match="minimum"):
-        a.reduce(torch.tensor(rank), "minimum")
+        a.reduce(torch.tensor(rank), "minimum")  # type: ignore[arg-type]
     padded = a.pad_across_processes(torch.ones(1, rank + 1), dim=1, pad_index=7)
     assert padded.tolist() == [[1.0] * (rank + 1) + [7.0] * (ranks - rank - 1)]
     with pytest.raises(TypeError, match="tensors"):

@@ -61,7 +61,7 @@ def _shared(path: Path) -> Generator[dict[Any, Any]]:
             file.flush()  # while the lock is held: another rank would find an empty file
 
 
-class WorldStore(dist.Store):  # type: ignore[misc]
+class _WorldStore(dist.Store):  # type: ignore[misc]
     """A store of one rank in the world of a test; its keys and values are in a file.
 
     Every call is a point at which another rank may get the turn. A rank that waits for a key waits
@@ -237,9 +237,9 @@ class _Rendezvous:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stores: dict[int, list[WorldStore]] = {}  # torch keeps only the C++ part of one
+        self._stores: dict[int, list[_WorldStore]] = {}  # torch keeps only the C++ part of one
 
-    def __call__(self, url: str, rank: int, world_size: int) -> tuple[WorldStore, int, int]:
+    def __call__(self, url: str, rank: int, world_size: int) -> tuple[_WorldStore, int, int]:
         """Return the store of this rank, its number, and how many ranks there are.
 
         :raises ValueError: if the program says other numbers.
@@ -254,7 +254,7 @@ class _Rendezvous:
                     f"init_process_group({what}={given}): in this world it is {number}"
                 )
         stores = self._stores.setdefault(world.rank, [])
-        stores.append(WorldStore(self._path, world, len(stores)))
+        stores.append(_WorldStore(self._path, world, len(stores)))
         return stores[-1], world.rank, world.world_size
 
 

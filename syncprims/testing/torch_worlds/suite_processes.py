@@ -36,7 +36,11 @@ from syncprims.c10d.group_world import make_variables
 from syncprims.c10d.torch_internals import before_ddp_forward, c10d, replaced
 from syncprims.errors import PeerFailed, chain_of
 
-from . import SameParameters, WorldStore, import_lazy_modules
+from . import (
+    SameParameters,
+    _WorldStore,  # pyright: ignore[reportPrivateUsage]
+    import_lazy_modules,
+)
 from .suites import Suites
 
 _standard: Any = multiprocessing  # its types leave out what is replaced here
@@ -259,7 +263,7 @@ def _log(folder: Path, line: str) -> None:
         log.write(f"{line}\n")
 
 
-def _join(folder: Path, store: Any, rank: int, size: int) -> WorldStore:
+def _join(folder: Path, store: Any, rank: int, size: int) -> _WorldStore:
     """Start a world of the ranks that share `store`, and return a store of this world."""
     variables = {**make_variables(store, rank, size), "SYNCPRIMS_DIR": str(folder)}
     world = runtime.join_as(variables)
@@ -268,4 +272,4 @@ def _join(folder: Path, store: Any, rank: int, size: int) -> WorldStore:
     path = folder / f"store-{variables['SYNCPRIMS_RUN_ID']}"
     _check.close()
     _check.enter_context(before_ddp_forward(SameParameters(path)))
-    return WorldStore(path, world, 0)
+    return _WorldStore(path, world, 0)
