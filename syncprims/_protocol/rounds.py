@@ -377,15 +377,7 @@ class Rounds:
                 now = board.now()
                 if now >= deadline:
                     board.inform()
-                first_call = self.settings.first_call if number <= self._library_rounds else None
-                statuses = {member: board.status(member) for member in self.members}
-                seen = Snapshot(
-                    statuses, self.rank, number, now - begin, self._library_rounds, first_call
-                )
-                error = self._explain(seen, now - begin, now >= deadline, at_board)
-                if error is None and obstacle is not None and (why := obstacle()):
-                    cure = "Look at the network between them, then restart the run."
-                    error = PeerLost(f"{why}, in {seen.call}\n{cure}", call=str(seen.call))
+                seen, error = self._look(number, now - begin, now >= deadline, obstacle)
                 if error is not None:
                     board.abort(errors.dump(error))
                     if board.verdict() is not None:  # this one, or another rank's: all raise it
@@ -394,11 +386,7 @@ class Rounds:
                         # All notes have long been up, and one cannot be read.
                         self._break_group(errors.dump(error))
                 elif now >= warn_at:
-                    import logging  # slow to import, and only a long wait needs it
-
-                    hint = f"; `syncprims who {os.getpid()}` shows what each rank does"
-                    hint = hint if board.seen_outside else ""
-                    logging.getLogger("syncprims").warning(seen.warning + hint)
+                    self._warn(seen)
                     warn_every *= 2
                     warn_at = now + warn_every
                 if now >= dump_at:
@@ -416,21 +404,35 @@ class Rounds:
             board.publish_wait(WaitView(0))
             self._deadlocks.end_wait()
 
-    def _explain(
-        self, seen: Snapshot, waited: float, late: bool, at_board: bool
-    ) -> SyncError | None:
-        """Return why this round will not complete, or None while it still may."""
-        error = None
-        if waited >= self._search_after and at_board:  # else no rank knows that this one waits
-            error = self._deadlocks.verdict_for(self.board, seen.missing)
+    def _look(
+        self, number: int, waited: float, late: bool, obstacle: Callable[[], str | None] | None
+    ) -> tuple[Snapshot, SyncError | None]:
+        """Return the state of a round, and why it will not complete, or None while it still may."""
+        board, at_board = self.board, obstacle is None
+        first_call = self.settings.first_call if number <= self._library_rounds else None
+        statuses = {member: board.status(member) for member in self.members}
+        seen = Snapshot(statuses, self.rank, number, waited, self._library_rounds, first_call)
+        searches = at_board and waited >= self._search_after  # else no rank knows of this wait
+        error = self._deadlocks.verdict_for(board, seen.missing) if searches else None
         error = error or seen.absence()
         if error is None and waited >= _EARLY_MISMATCH:
             error = seen.early_mismatch()
         if error is None and late:
             error = seen.timeout()
-        if error is None and waited >= self._search_after and seen.missing and at_board:
-            error = self._deadlocks.search(self.board, seen.call, seen.missing)
-        return error
+        if error is None and searches and seen.missing:
+            error = self._deadlocks.search(board, seen.call, seen.missing)
+        if error is None and obstacle is not None and (why := obstacle()):
+            cure = "Look at the network between them, then restart the run."
+            error = PeerLost(f"{why}, in {seen.call}\n{cure}", call=str(seen.call))
+        return seen, error
+
+    def _warn(self, seen: Snapshot) -> None:
+        """Log why this rank has waited for so long."""
+        import logging  # slow to import, and only a long wait needs it
+
+        hint = f"; `syncprims who {os.getpid()}` shows what each rank does"
+        hint = hint if self.board.seen_outside else ""
+        logging.getLogger("syncprims").warning(seen.warning + hint)
 
     # -- failures -------------------------------------------------------------------------------
 
