@@ -115,12 +115,13 @@ class Case:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # Accelerate looks for them
         os.environ |= ENVIRON.get(self.tool, {})
-        dist.distributed_c10d.set_debug_level_from_env()  # type: ignore[attr-defined]
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]
         dist.init_process_group(
             "gloo", f"file://{self.folder}/store", rank=rank, world_size=world_size,
             timeout=timedelta(seconds=WAIT),
         )  # fmt: skip
         tool = vars(sys.modules[self.bug.__module__])["dist"] = THEIRS[self.tool]()
+        (self.folder / "started").touch()
         self.bug.bug(rank, self.folder / "shared")
         tool.barrier()
         dist.destroy_process_group()
@@ -142,6 +143,8 @@ class Case:
     def outcome(self) -> str:
         """Return what became of the bug."""
         said = [path.read_text() for path in sorted(self.folder.glob("said.*"))]
+        if self.tool != "ours" and not (self.folder / "started").exists():
+            raise RuntimeError("\n".join([f"{self.tool} did not start:", *said]))
         shutil.rmtree(self.folder)
         if "-v" in sys.argv:
             print(f"== {self.bug.__name__} {self.tool} {self.codes} {self.first:.1f} s", *said)
