@@ -104,7 +104,7 @@ def test_a_late_rank_finds_what_was_sent_before_the_group_was_destroyed(kind: An
         dist.init_process_group()
         group = dist.new_group()
         if dist.get_rank() == 0:
-            dist.send(torch.ones(2), 1, group=group)
+            dist.isend(torch.ones(2), 1, group=group)
             dist.destroy_process_group(group)
             with pytest.raises(sp.WorldClosed, match=r"is destroyed: make its calls before"):
                 dist.distributed_c10d.ProcessGroup.barrier(group)

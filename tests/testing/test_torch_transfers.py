@@ -47,8 +47,9 @@ def barrier_of_other_group() -> None:
 
 
 def receive_of_other_tag() -> None:
-    dist.send(one(), 1 - dist.get_rank(), tag=7)
+    sent = dist.isend(one(), 1 - dist.get_rank(), tag=7)
     dist.recv(one(), 1 - dist.get_rank(), tag=7)
+    sent.wait()
 
 
 def store_wait() -> None:
@@ -85,13 +86,14 @@ def messages(size: int, count: int) -> list[torch.Tensor]:
 
 
 def sends_of_one_rank(meet: Callable[[], None], size: int, count: int) -> None:
-    """Rank 0 drops the handles of its sends; rank 1 receives them between two meetings."""
+    """Rank 0 waits for its sends after two meetings, between which rank 1 receives them."""
     sent = messages(size, count)
     if start() == 0:
-        for tensor in sent:
-            dist.isend(tensor, 1)
+        works = [dist.isend(tensor, 1) for tensor in sent]
         meet()
         meet()
+        for work in works:
+            work.wait()
     else:
         meet()
         room = torch.empty(size, dtype=torch.uint8)
@@ -133,6 +135,28 @@ def test_a_tensor_of_many_pieces_goes_on_likewise(program: Callable[..., None]) 
 @pytest.mark.parametrize("meet", MEETINGS)
 def test_no_order_is_a_false_report(program: Callable[..., None], meet: Callable[[], None]) -> None:
     explore(lambda: program(meet, 1, 20), 2, schedules=10, torch=True)
+
+
+@both_kinds
+@pytest.mark.parametrize("size", [1, LARGE])
+def test_a_send_is_over_when_its_receive_has_begun(size: int, kind: Any) -> None:
+    """As with Gloo, where a rank that waits for a send can make no receive."""
+
+    def begin_first() -> None:
+        other, room = 1 - start(), torch.zeros(size, dtype=torch.uint8)
+        work = dist.irecv(room, other)
+        dist.send(torch.ones(size, dtype=torch.uint8), other)
+        work.wait()
+        assert room.all()
+
+    def send_first() -> None:
+        other = 1 - start()
+        dist.isend(torch.ones(size, dtype=torch.uint8), other).wait()
+        dist.recv(torch.empty(size, dtype=torch.uint8), other)
+
+    run_world(begin_first, 2, torch=True, kind=kind)
+    with pytest.raises(DeadlockError, match=r"(?s)rank 0: waits .*send at .*rank 1: waits .*send"):
+        run_world(send_first, 2, torch=True, kind=kind)
 
 
 @both_kinds

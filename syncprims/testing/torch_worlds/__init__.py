@@ -31,6 +31,7 @@ from syncprims._system.locks import locked
 from syncprims._world.runtime import current, get_world
 from syncprims._world.world import RunningWorld
 from syncprims.c10d import serve_every_backend, torch_internals
+from syncprims.c10d.point_to_point import Channel
 from syncprims.c10d.torch_internals import dist
 from syncprims.interface import Awaited, Board, Label
 from syncprims.testing.faults import current_target
@@ -361,6 +362,7 @@ def _serve(store: Path, replicas: bool) -> Generator[None]:
         torch_internals.replaced_init_barrier(_meet_makers),
         serve_every_backend(),
         changes_at_wait(),
+        torch_internals.replaced((Channel, "sends_meet", True)),
         torch_internals.before_new_group(_SameMembers(store)),
         torch_internals.before_ddp_forward(SameParameters(store)),
         comparison.at_each_step() if replicas else contextlib.nullcontext(),

@@ -33,7 +33,6 @@ class Bug:
     error: ClassVar[type[BaseException]] = CollectiveMismatch  #: what a test world raises
     says: ClassVar[str] = ""  #: what the report says, beyond rank and lines
     ranks: ClassVar[int] = RANKS
-    missed: ClassVar[str] = ""  #: why no test world names it yet
     seeds: ClassVar[int] = 1  #: schedules to try: some bugs are seen in some orders only
 
     def __init_subclass__(cls) -> None:
