@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from syncprims import Trigger, all_reduce, get_rank, is_last, is_main, print_main
+from syncprims import Trigger, all_reduce, barrier, get_rank, is_last, is_main, print_main
 from syncprims.training import Checkpoints
 
 
@@ -67,6 +67,7 @@ def train(directory: str, steps: int, save_every: int, fail_at: int | None) -> f
         if stop.check():  # the same answer on all ranks, at the same step
             checkpoints.save(progress.done, everything)
             print_main(f"saved step {progress.done}: {stop.reason} on ranks {stop.ranks}")
+            barrier("stopped", device=True)  # no rank exits while a device computes
             return float("nan")
         if generation == 0 and progress.done == fail_at and is_last():
             raise RuntimeError(f"a failure in step {fail_at}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from syncprims._data import codec
 from syncprims._protocol.rounds import PendingRound
-from syncprims._protocol.validation import require, whole_number
+from syncprims._protocol.validation import Seconds, require, seconds, whole_number
 from syncprims._world.group import Group
 from syncprims._world.runtime import get_active_group, get_extras, get_stop_note
 from syncprims.errors import signal_name
@@ -47,6 +47,8 @@ class Trigger:
         self._set_in: Group | None = None  # whose members all know that it is set
         self.ranks: list[int] = []  #: after a true check: which ranks had set it
         self.reason: str | None = None  #: after a true check: the lowest setter's reason
+        # When launchers kill the ranks that got a signal, by time.time().
+        self._deadlines: list[float] = []
         self._stop_note: str | None = None  # the file that tells our launcher of a SIGTERM
         #: After a check: whether processes wait to join the run in a :func:`syncprims.reform`.
         self.joiners: bool = False
@@ -92,7 +94,7 @@ class Trigger:
             if why is not None:
                 # Reset before waiting: a signal that arrives meanwhile counts for the next check.
                 del self._set["reason"]
-                note = Note(note.label, Mark.YES, codec.encode(why[0]))
+                note = Note(note.label, Mark.YES, codec.encode([why[0], self._deadlines]))
             self._group = group
             if not self._lag:
                 return rounds.meet(note, group.timeout, self._read)
@@ -122,7 +124,9 @@ class Trigger:
                 assert self._group is not None
                 members = self._group.ranks
                 self.ranks = [rank for rank, n in zip(members, notes, strict=True) if n.payload]
-                self.reason = codec.decode(lowest.payload)
+                said = [codec.decode(n.payload) for n in notes if n.payload]
+                self.reason = said[0][0]
+                self._deadlines += [at for _, deadlines in said for at in deadlines]
                 # Before anything can interrupt the check: the other ranks check no more.
                 self._set_in = self._group if self._stays else None
                 return True
@@ -136,21 +140,32 @@ class Trigger:
         self._set_in = self._before = self.reason = None
         self.ranks = []
         self._set.clear()
+        self._deadlines.clear()
         if self._stop_note is not None:  # the run goes on
             with contextlib.suppress(OSError):
                 os.unlink(self._stop_note)  # noqa: PTH108 - pathlib is slow to import
 
+    @property
+    def seconds_left(self) -> float | None:
+        """The time until the first rank that got a signal is killed, if `grace` says when.
+
+        After a true check, all ranks know it. None if there was no such signal. Each rank reads its
+        own clock: decide by it on one rank, or with :func:`syncprims.any_rank`.
+        """
+        return min(self._deadlines) - time.time() if self._deadlines else None
+
     def __bool__(self) -> bool:
         raise TypeError("a Trigger has no truth value: call check() on every rank")
 
-    def set_on_signal(self, signum: int | None = None) -> None:
+    def set_on_signal(self, signum: int | None = None, *, grace: Seconds = None) -> None:
         """Make `signum` (by default SIGTERM) set the flag instead of ending this process.
 
         Further signals within 2 seconds are ignored, because a launcher and the system may each
         send it to every process of a job. A later one has the effect that it had before.
 
         The launcher kills a process that does not end in time: torchrun 30 s after SIGTERM, SLURM
-        after `KillWait` (30 s), Open MPI a second after it.
+        after `KillWait` (30 s), Open MPI a second after it. `grace` says how many seconds yours
+        waits, for :attr:`seconds_left`.
 
         :raises TypeError: if `signum` is not a number, such as `signal.SIGUSR1`.
         :raises ValueError: if there is no such signal or no program can catch it.
@@ -167,6 +182,7 @@ class Trigger:
                 f"signum={signum}: no program can catch such a signal; "
                 f"use another one, such as signal.SIGUSR1"
             )
+        wait = seconds(grace, "grace")
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
                 "set_on_signal() works in the main thread only, as Python handles signals there. "
@@ -184,6 +200,8 @@ class Trigger:
                 signal.raise_signal(signum)
             elif not first:
                 first.append(now)
+                if wait is not None:
+                    self._deadlines.append(time.time() + wait)
                 self.set(signal_name(received))
                 if received == signal.SIGTERM and os.getpid() == process:  # no worker of a loader
                     self._tell_launcher()

@@ -32,8 +32,8 @@ def whole_number(value: Any, what: str) -> int:
         raise TypeError(f"{what}, and {value!r} is a {type(value).__name__}") from None
 
 
-def seconds(timeout: Any) -> float | None:
-    """Return a user's `timeout`, a number or a timedelta, in seconds.
+def seconds(timeout: Any, name: str = "timeout") -> float | None:
+    """Return a user's argument `name`, a number or a timedelta, in seconds.
 
     :raises TypeError: if it is neither.
     :raises ValueError: if it is not positive.
@@ -42,10 +42,10 @@ def seconds(timeout: Any) -> float | None:
         return None
     number = timeout.total_seconds() if hasattr(timeout, "total_seconds") else timeout
     if not hasattr(number, "__float__"):
-        raise TypeError(f"timeout={timeout!r}: it takes seconds, or a timedelta")
+        raise TypeError(f"{name}={timeout!r}: it takes seconds, or a timedelta")
     value = float(number)
     if not value > 0:
-        raise ValueError(f"timeout={timeout!r}: it takes seconds above 0, or None for the default")
+        raise ValueError(f"{name}={timeout!r}: it takes seconds above 0, or None for the default")
     return value
 
 

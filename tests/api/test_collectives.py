@@ -268,6 +268,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: bool(sp.Trigger()), TypeError, r"check\(\)"),
     (lambda: sp.Trigger(lag=2), ValueError, "lag=2"),
     (lambda: sp.Trigger().set_on_signal("TERM"), TypeError, "and 'TERM' is a str"),  # type: ignore[arg-type]
+    (lambda: sp.Trigger().set_on_signal(grace=0), ValueError, "grace=0: it takes seconds above 0"),
     (lambda: sp.Trigger().set_on_signal(0), ValueError, "signum=0: no program can catch such"),
     (lambda: sp.Trigger().set_on_signal(999), ValueError, "signum=999: no program can catch"),
     (lambda: sp.Trigger().set_on_signal(9), ValueError, "signum=9: no program can catch such"),

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -182,6 +183,26 @@ def test_signals_at_one_time_set_it_and_a_later_one_acts() -> None:
                 time.sleep(0.05)
     signal.signal(signal.SIGTERM, before)
     assert seen == (True, [sp.get_world_size() - 1], "SIGTERM")
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@in_processes
+@on_every_rank
+def test_all_ranks_know_when_the_first_one_is_killed(lag: int) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stop = sp.Trigger(lag=lag)
+    stop.set_on_signal(grace=100 if sp.is_last() else timedelta(seconds=200))
+    unknown = stop.seconds_left
+    if sp.is_main() or sp.is_last():
+        os.kill(os.getpid(), signal.SIGTERM)
+    while not stop.check():
+        pass
+    known = stop.seconds_left
+    stop.clear()
+    signal.signal(signal.SIGTERM, before)
+    assert known is not None
+    assert 0 < known <= 100
+    assert unknown is stop.seconds_left is None
 
 
 def test_a_second_signal_while_python_ends_is_the_same_one() -> None:
