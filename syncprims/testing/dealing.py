@@ -54,6 +54,7 @@ def assert_dealt(
         lines = "\n".join(f"  {what}: {_shown(ids, dealt)}" for what, ids in found.items() if ids)
         raise RankMismatch(
             f"the ranks have not seen each of {len(every)} samples once:\n{lines}\n"
+            f"  ranks {[*range(len(dealt))]} have seen {[*map(len, dealt)]} samples\n"
             f"Give each rank its own share, from one order on all ranks: a prepared loader, or a "
             f"DistributedSampler with one seed and set_epoch(). Padding is dropped by "
             f"syncprims.training.gather, or accepted with padding=True."

@@ -6,10 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from bugs import BUGS, Bug, found, program, report
+from bugs import BUGS, Bug, found, report, run_bug
 from support import ROOT
-
-from syncprims.testing import run_world
 
 every_bug = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 
@@ -23,7 +21,7 @@ def test_a_bug_is_named(bug: type[Bug], tmp_path: Path) -> None:
 
 @every_bug
 def test_its_mended_twin_passes(bug: type[Bug], tmp_path: Path) -> None:
-    bug.check(run_world(program(bug, bug.mended, tmp_path), bug.ranks, torch=True))
+    run_bug(bug, bug.mended, tmp_path)
 
 
 def test_there_are_fifty_of_nine_kinds() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from syncprims import CollectiveMismatch, SyncError, UnequalCallSites, assert_same
+from syncprims import CollectiveMismatch, SyncError, UnequalCallSites
 from syncprims.testing import run_world
 
 RANKS = 3
@@ -33,6 +34,7 @@ class Bug:
     error: ClassVar[type[BaseException]] = CollectiveMismatch  #: what a test world raises
     says: ClassVar[str] = ""  #: what the report says, beyond rank and lines
     ranks: ClassVar[int] = RANKS
+    replicas: ClassVar[bool] = False  #: whether its test compares them
     seeds: ClassVar[int] = 1  #: schedules to try: some bugs are seen in some orders only
 
     def __init_subclass__(cls) -> None:
@@ -59,7 +61,7 @@ class Bug:
         lines, begin = inspect.getsourcelines(cls.bug)
         return [begin + i for i, line in enumerate(lines) if line.rstrip().endswith("# bug")]
 
-    # A test of a silent bug has one of these calls more.
+    # A test of a silent bug compares replicas, or has one of these calls more.
 
     @staticmethod
     def look(result: Any, /) -> None:
@@ -81,29 +83,6 @@ def wrapped(*layers: nn.Module, **options: Any) -> nn.parallel.DistributedDataPa
     )
 
 
-def same_weights(model: Any) -> None:
-    """Raise unless all ranks have the same parameters and buffers."""
-    for name, tensor in model.state_dict().items():
-        assert_same(tensor, name)
-
-
-def dealt(results: list[list[Any]], samples: Iterable[Any] = ()) -> None:
-    """Raise unless each sample came once: it names those that came twice, or never."""
-    ranks: dict[Any, list[int]] = {sample: [] for sample in samples}
-    for rank, seen in enumerate(results):
-        for sample in seen:
-            ranks.setdefault(sample, []).append(rank)
-    wrong = [
-        f"sample {sample} came on {', '.join(f'rank {rank}' for rank in where)}"
-        if where
-        else f"sample {sample} never came"
-        for sample, where in ranks.items()
-        if len(where) != 1
-    ]
-    got = [f"rank {rank} had {len(seen)} samples" for rank, seen in enumerate(results)]
-    assert not wrong, "\n".join(wrong + got)
-
-
 def alike(right: float) -> Callable[[list[Any]], None]:
     """Return a check that each rank has this number."""
 
@@ -114,10 +93,12 @@ def alike(right: float) -> Callable[[list[Any]], None]:
     return check
 
 
-def program(bug: type[Bug], run: Callable[[int, Path], Any], folder: Path) -> Callable[[], Any]:
-    """Return a program that runs this bug or its twin on each rank."""
+def run_bug(
+    bug: type[Bug], run: Callable[[int, Path], Any], folder: Path, seed: int | None = None
+) -> None:
+    """Run this bug or its twin in a test world, and look at what comes of it."""
 
-    def world() -> Any:
+    def program() -> Any:
         dist.init_process_group("gloo")
         result = run(dist.get_rank(), folder)
         bug.look(result)
@@ -125,7 +106,7 @@ def program(bug: type[Bug], run: Callable[[int, Path], Any], folder: Path) -> Ca
         dist.destroy_process_group()
         return result
 
-    return world
+    bug.check(run_world(program, bug.ranks, torch=True, replicas=bug.replicas, seed=seed))
 
 
 def found(bug: type[Bug], folder: Path) -> BaseException | None:
@@ -136,7 +117,7 @@ def found(bug: type[Bug], folder: Path) -> BaseException | None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", UnequalCallSites)
-                bug.check(run_world(program(bug, bug.bug, own), bug.ranks, torch=True, seed=seed))
+                run_bug(bug, bug.bug, own, seed)
         except BaseException as error:
             return error
     return None
@@ -149,7 +130,9 @@ def report(bug: type[Bug], error: BaseException) -> str:
         frames = traceback.extract_tb(error.__traceback__)
         text += "".join(f"\n{frame.filename}:{frame.lineno}" for frame in frames)
     places = [f"{bug.kind()}.py:{line}" for line in bug.lines()]
-    missing = [it for it in [f"rank {bug.rank}", bug.says, *places] if it not in text]
+    missing = [it for it in [bug.says, *places] if it not in text]
+    if not re.search(rf"\branks? \[?(?:\d+, )*{bug.rank}\b", text):
+        missing.append(f"rank {bug.rank}")
     if missing or not isinstance(error, bug.error):
         return f"{bug.error.__name__} with {missing} is not in {type(error).__name__}: {text}"
     return ""

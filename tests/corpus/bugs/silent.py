@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from syncprims import RankMismatch
+from syncprims import RankMismatch, all_gather, assert_same
+from syncprims.testing import assert_dealt
 
-from .bug import Bug, alike, dealt, ones, same_weights, wrapped
+from .bug import Bug, alike, ones, wrapped
 
 SAMPLES = range(10)
 
@@ -22,7 +23,7 @@ class Weights(Bug):
 
     rank = 1
     error = RankMismatch
-    look = staticmethod(same_weights)
+    replicas = True
 
 
 class SyncOfTheFirst(Weights):
@@ -47,7 +48,6 @@ class SyncOfTheFirst(Weights):
             model.require_backward_grad_sync = (batch + shift) % 2 == 0
             model(ones() * (rank + batch)).sum().backward()
         optimizer.step()
-        return model.module
 
 
 class UnfrozenLater(Weights):
@@ -72,7 +72,6 @@ class UnfrozenLater(Weights):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         model(ones() * (1 + rank)).sum().backward()
         optimizer.step()
-        return model.module
 
 
 class ForwardPastDDP(Weights):
@@ -96,7 +95,6 @@ class ForwardPastDDP(Weights):
         policy = model.module if past else model
         policy(ones() * (1 + rank)).sum().backward()
         optimizer.step()
-        return model.module
 
 
 class StatisticsOfBatchNorm(Weights):
@@ -104,6 +102,11 @@ class StatisticsOfBatchNorm(Weights):
 
     source = "pytorch/pytorch#13711"
     says = "1.running_mean"
+
+    @staticmethod
+    def look(model: nn.Module) -> None:
+        for name, buffer in model.named_buffers():
+            assert_same(buffer, name)
 
     @staticmethod
     def bug(rank: int, folder: Path) -> Any:
@@ -147,7 +150,6 @@ class OwnInitialWeights(Weights):
             assert tensor.grad is not None
             dist.all_reduce(tensor.grad)
         optimizer.step()
-        return model
 
 
 class SameAugmentation(Bug):
@@ -155,8 +157,12 @@ class SameAugmentation(Bug):
 
     source = "huggingface/transformers#37932"
     rank = 1
-    error = AssertionError
-    check = staticmethod(dealt)
+    error = RankMismatch
+    says = "doubled"
+
+    @staticmethod
+    def look(draws: list[float]) -> None:
+        assert_dealt(draws, [draw for rank in all_gather(draws) for draw in rank])
 
     @staticmethod
     def bug(rank: int, folder: Path) -> list[float]:
@@ -172,11 +178,11 @@ class SameAugmentation(Bug):
 class Samples(Bug):
     """Bugs that deal some samples twice, or never."""
 
-    error = AssertionError
+    error = RankMismatch
 
-    @classmethod
-    def check(cls, results: list[Any]) -> None:
-        dealt(results, SAMPLES)
+    @staticmethod
+    def look(seen: list[int]) -> None:
+        assert_dealt(seen, SAMPLES)
 
 
 class NoSampler(Samples):
@@ -184,7 +190,7 @@ class NoSampler(Samples):
 
     source = "coqui-ai/Trainer#144"
     rank = 1
-    says = "sample 0"
+    says = "doubled: 0 (ranks 0, 1, 2)"
 
     @staticmethod
     def bug(rank: int, folder: Path) -> list[int]:
@@ -200,7 +206,7 @@ class SeedsOfSamplers(Samples):
 
     source = "NVlabs/LongLive#71"
     rank = 1
-    says = "never came"
+    says = "missing"
 
     @staticmethod
     def bug(rank: int, folder: Path) -> list[int]:
@@ -217,7 +223,7 @@ class ShardedTwice(Samples):
 
     source = "huggingface/accelerate#4276"
     rank = 2
-    says = "never came"
+    says = "missing"
 
     @staticmethod
     def bug(rank: int, folder: Path) -> list[int]:
@@ -234,7 +240,7 @@ class PaddingInMetrics(Samples):
 
     source = "roboflow/rf-detr#1507"
     rank = 2
-    says = "sample 1"
+    says = "padding: 0 (ranks 0, 1), 1 (ranks 1, 2)"
 
     @staticmethod
     def bug(rank: int, folder: Path) -> list[int]:
@@ -252,7 +258,7 @@ class ResumedInEpoch0(Samples):
 
     source = "huggingface/accelerate#4071"
     rank = 0
-    says = "never came"
+    says = "missing"
 
     @staticmethod
     def bug(rank: int, folder: Path) -> list[int]:
