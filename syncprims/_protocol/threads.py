@@ -33,7 +33,10 @@ _WAITS_FOR_THREAD = {
     ("threading", "wait"),
 }
 #: Modules in whose functions these wait.
-_WAITS = {"multiprocessing.connection", "multiprocessing.queues", "queue", "selectors", "threading"}
+_WAITS = {
+    "multiprocessing.connection", "multiprocessing.queues", "queue", "selectors", "threading",
+    "syncprims.testing.scheduler",
+}  # fmt: skip
 
 
 def threads_that_may_call() -> set[int]:
@@ -71,6 +74,14 @@ def _place(frame: FrameType) -> tuple[object, str]:
     return frame.f_globals.get("__name__"), frame.f_code.co_name
 
 
+def _caller(frame: FrameType) -> FrameType | None:
+    """Return the frame that called this one, and not that of a world of threads in between."""
+    caller = frame.f_back
+    while caller is not None and caller.f_globals.get("__name__") == "syncprims.testing.scheduler":
+        caller = caller.f_back
+    return caller
+
+
 def _waits_for_thread(frame: FrameType, with_limit: bool) -> bool:
     """Return whether this innermost frame waits for a thread, and has not been woken."""
     place = _place(frame)
@@ -83,13 +94,13 @@ def _waits_for_thread(frame: FrameType, with_limit: bool) -> bool:
         case "threading", "wait":  # of a condition; the thread that notifies it removes the waiter
             if values.get("waiter") not in getattr(values["self"], "_waiters", ()):
                 return False
-            caller = frame.f_back and frame.f_back.f_back
+            caller = _caller(frame.f_back) if frame.f_back else None
             # Else it waits until a new thread has begun.
             return caller is None or _place(caller) != ("threading", "start")
         case "threading", "join" | "_wait_for_tstate_lock":
             return values["self"] in threading.enumerate()  # else it has ended
         case "selectors", "select":
-            caller = frame.f_back
+            caller = _caller(frame)
             loop: Any = None if caller is None else caller.f_locals.get("self")
             # Its one descriptor is that by which other threads wake it.
             alone = len(values["self"].get_map() or ()) == 1

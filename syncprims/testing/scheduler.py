@@ -12,6 +12,10 @@ no rank counts as stuck, and time passes as it does elsewhere. A thread that onl
 wake makes none (`waiting_threads`); of one that sleeps, or that waits for a lock alone, nobody
 knows.
 
+A rank may wait outside of the library for what another one does there, such as a file. So where it
+waits for an event with a time limit, or sleeps at one line again and again, another rank that is
+able to run gets the turn; then a seed does not decide the order.
+
 Time is virtual: it stands still while any rank can continue, and else jumps to the next deadline.
 If there is no deadline either, no rank can ever continue, for certain.
 
@@ -27,13 +31,19 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import inspect
 import math
 import random
 import re
+import select
+import selectors
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol
+from types import FrameType
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from syncprims._protocol.deadlock import DEADLOCK_SEARCH
 from syncprims._protocol.threads import busy_threads, threads_that_may_call, waiting_threads
@@ -41,10 +51,12 @@ from syncprims.errors import ConcurrentCall
 
 from .errors import WorldAborted
 from .orders import Mode, OrderSchedule
-from .rank_threads import RankThreads, rank_threads
+from .rank_threads import RankThreads, Replacement, rank_threads
 
+T = TypeVar("T")
 _TAKE_AFTER = 0.01  # seconds without a step, after which a thread takes the turn from a busy rank
 _LOOK_AT_HOLDER = 0.1  # seconds after which a rank looks whether the thread with the turn waits
+_POLLS = 3  # waits at one line, without a step, that are polling and no pause
 _HELPER = "syncprims-schedule"  # the name of a thread that passes the turn on
 _LOOK_EVERY = 0.002  # seconds between two looks for a thread that may come
 
@@ -159,6 +171,8 @@ class RankThread(threading.Thread):
     A thread inherits this from the one that starts it, and a rank is the main thread elsewhere.
     """
 
+    turn: _Turn | None = None
+
     def run(self) -> None:
         """Run the rank."""
         self._daemonic = False
@@ -185,6 +199,8 @@ class _Turn:
         self.done = False
         self.substitute: int | None = None  #: the thread that makes a call in place of the own one
         self._depth = 0
+        self._polls: tuple[Hashable, int] = (None, 0)  # where, and how often in a row
+        self._on_loan: list[None] = []  # has an item while another rank may take the turn
 
     @property
     def halted(self) -> bool:
@@ -205,6 +221,35 @@ class _Turn:
             return False
         return self.ready is None or self.until <= now or self.ready()
 
+    def wait_outside(self, wait: Callable[[], T], polled_from: FrameType | None) -> T:
+        """Return what ``wait()`` returns, with the turn, which is on loan meanwhile.
+
+        If it is a pause, `polled_from` is where it is made, and only polling lends the turn.
+        """
+        if polled_from is not None:
+            place = polled_from.f_code, polled_from.f_lineno, self._scheduler.steps
+            self._polls = place, self._polls[1] + 1 if self._polls[0] == place else 1
+            if self._polls[1] < _POLLS:
+                return wait()
+        self._on_loan.append(None)
+        try:
+            return wait()
+        finally:
+            if not self.end_loan():
+                self._scheduler.come(self)
+
+    def end_loan(self) -> bool:
+        """Return whether the turn was on loan until now: the rank or one other gets it."""
+        try:
+            self._on_loan.pop()
+        except IndexError:
+            return False
+        return True
+
+    @property
+    def is_on_loan(self) -> bool:
+        return bool(self._on_loan)
+
     def __enter__(self) -> _Turn:
         if not self._depth:
             self._scheduler.come(self)
@@ -217,6 +262,40 @@ class _Turn:
             self.substitute = None
             if not self.own:
                 self._scheduler.go(self)
+
+
+def _lending(original: Callable[..., Any], *, pause: bool) -> Callable[..., Any]:
+    """Return `original` as ranks call it, which wait by it outside of the library."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **named: Any) -> Any:
+        turn = getattr(threading.current_thread(), "turn", None)
+        if turn is None or turn.inside or turn.is_on_loan:
+            return original(*args, **named)
+        wait = functools.partial(original, *args, **named)
+        frame = inspect.currentframe() if pause else None
+        return turn.wait_outside(wait, frame.f_back if frame else None)
+
+    return call
+
+
+def _find_waits() -> list[tuple[Any, str, Any]]:
+    waits: list[tuple[Any, str, bool]] = [
+        (time, "sleep", True),
+        (selectors.DefaultSelector, "select", True),  # of event loops
+        (select, "select", False),
+        (threading.Event, "wait", False),
+        (sys.modules.get("multiprocessing.connection"), "wait", False),
+    ]
+    return [
+        (owner, name, _lending(getattr(owner, name), pause=pause))
+        for owner, name, pause in waits
+        if inspect.isroutine(getattr(owner, name, None))  # not a mock, which counts its calls
+    ]
+
+
+#: While worlds of threads run.
+waits_lend_turn: Replacement = Replacement(_find_waits)
 
 
 class Scheduler:
@@ -354,15 +433,19 @@ class Scheduler:
         """Pass the turn on if it is with a thread outside, and has been there since `steps`.
 
         That one is busy elsewhere, and may wait for the thread that calls this. A rank's own thread
-        takes it only from one that waits in vain: nothing else than the seed decides among ranks.
+        takes it only from one that waits, in vain or with the turn on loan: nothing else than the
+        seed decides among ranks.
         """
-        if turn.own and (steps != self.steps or self._who_may_come()):
+        if turn.own and steps != self.steps:
             return
+        in_vain = turn.own and not self._who_may_come()
         with self._passing:
             holder = self._holder
             if holder in (None, turn) or holder.inside or steps != self.steps:
                 return
-            if not (turn.own or any(other.able(self._now) for other in self._turns)):
+            if not (in_vain or any(other.able(self._now) for other in self._turns)):
+                return
+            if turn.own and not in_vain and (self.exact or not holder.end_loan()):
                 return
             self._holder = None
         self.pass_on()
@@ -445,7 +528,10 @@ class Scheduler:
 
     def enter(self, rank: int) -> None:
         """Return when `rank` has the turn; called once, by its own thread."""
-        turn = self._by_thread[rank, threading.current_thread()] = self._turns[rank]
+        thread, turn = threading.current_thread(), self._turns[rank]
+        self._by_thread[rank, thread] = turn
+        if isinstance(thread, RankThread):
+            thread.turn = turn
         self._idents[rank] = threading.get_ident()
         self._await(turn)
 

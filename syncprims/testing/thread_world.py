@@ -32,7 +32,7 @@ from .outcomes import RankOutcome, WorldRun, trim_stack
 from .patches import undone_at_end
 from .probe import Probe, probe_backend
 from .rank_threads import threads_belong_to_ranks, wake
-from .scheduler import RankThread, Scheduler
+from .scheduler import RankThread, Scheduler, waits_lend_turn
 from .world_spec import RankOutput, WorldSpec, capture_ranks, current_writer
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ class ThreadWorld:
         with (
             threads_as_ranks(),
             threads_belong_to_ranks(),
+            waits_lend_turn(),
             capture_ranks(),
             undone_at_end(own_environ=self._torch is not None),
             _one_processor(self._spec.seed.number),

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import gc
 import importlib
+import multiprocessing.connection
 import os
 import re
+import select
 import sys
 import threading
 import time
@@ -15,8 +17,10 @@ import traceback
 import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from conftest import WorldKind, both_kinds
@@ -443,6 +447,88 @@ def test_a_killed_thread_stays_dead_whatever_its_code_does() -> None:
 def test_a_stopped_rank_is_a_stall_and_no_death(kind: WorldKind) -> None:
     with pytest.raises(StallError, match=r"wait for ranks \[1\], which are stopped"):
         run_world(lambda: sp.barrier(), 3, kind=kind, faults=[Stop(1)])
+
+
+class Announcement:
+    """What one rank does outside of a call, and another one waits for."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.reader, self.writer = os.pipe()
+
+    def make(self) -> None:
+        self.event.set()
+        os.write(self.writer, b"x")
+
+    def close(self) -> None:
+        os.close(self.reader)
+        os.close(self.writer)
+
+
+def poll_and_sleep(one: Announcement) -> None:
+    while not one.event.is_set():
+        time.sleep(0.001)
+
+
+def poll_in_a_loop(one: Announcement) -> None:
+    async def poll() -> None:
+        while not one.event.is_set():
+            await asyncio.sleep(0.001)
+
+    asyncio.run(poll())
+
+
+def wait_for_an_event(one: Announcement) -> None:
+    assert one.event.wait(60)
+
+
+def select_a_pipe(one: Announcement) -> None:
+    assert select.select([one.reader], [], [], 60)[0] == [one.reader]
+
+
+def wait_for_a_connection(one: Announcement) -> None:
+    assert multiprocessing.connection.wait([one.reader], 60) == [one.reader]
+
+
+@pytest.mark.parametrize("torch", [False, True])
+@pytest.mark.parametrize(
+    "wait",
+    [poll_and_sleep, poll_in_a_loop, wait_for_an_event, select_a_pipe, wait_for_a_connection],
+)
+def test_a_rank_may_wait_for_another_outside_of_calls(
+    wait: Callable[[Announcement], None], torch: bool
+) -> None:
+    def program(one: Announcement) -> str:
+        if sp.get_rank() == 1:
+            one.make()
+        wait(one)
+        environ = os.environ.get("RANK", "")
+        sp.barrier()
+        return environ
+
+    for seed in range(3):
+        with contextlib.closing(Announcement()) as one:
+            found = run_world(partial(program, one), 2, seed=seed, timeout=20, torch=torch)
+            assert found == (["0", "1"] if torch else ["", ""])
+
+
+@pytest.mark.parametrize("torch", [False, True])
+def test_a_pause_outside_of_calls_keeps_the_turn(torch: bool) -> None:
+    lock = threading.Lock()
+
+    def program() -> None:
+        with lock:  # another rank that had the turn would wait here
+            time.sleep(0.2)
+        sp.barrier()
+
+    run_world(program, 2, timeout=20, torch=torch)
+
+
+def test_a_mock_of_sleep_is_called_in_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep = mock.Mock()
+    monkeypatch.setattr(time, "sleep", sleep)
+    run_world(lambda: time.sleep(1000), 2)
+    assert sleep.call_count >= 2
 
 
 @both_kinds
