@@ -56,7 +56,8 @@ class Background:
         A task that fails is given up here; the call that waits for it raises the error.
         """
         moved = False
-        for task in tuple(self.tasks):
+        # Another thread may add one. Without Python's global lock, `tuple` raises then, not `list`.
+        for task in list(self.tasks):
             try:
                 moved = task.move() or moved
             except SyncError:
@@ -76,7 +77,7 @@ class Background:
 
         def is_over() -> bool:
             nonlocal search_at, is_stuck
-            if ready() or any(task.can_move() for task in tuple(self.tasks)):
+            if ready() or any(task.can_move() for task in list(self.tasks)):
                 return True
             if now() >= search_at:
                 search_at = now() + min(first, _SEARCH_EVERY)

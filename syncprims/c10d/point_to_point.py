@@ -146,7 +146,8 @@ class Channel:
     def add(self, transfer: Transfer) -> None:
         """Begin a transfer, as far as there is room."""
         self._queue.append(transfer)
-        self._promised += transfer.pieces
+        with self._background.lock:  # another thread of this rank may post a piece meanwhile
+            self._promised += transfer.pieces
         self.move()
 
     def close(self, why: Callable[[], SyncError]) -> None:
@@ -228,7 +229,8 @@ class Channel:
 
         def post() -> PendingRound:
             note = self._fill(transfer, rounds.board.posted + 1)
-            self._promised -= 1
+            with self._background.lock:
+                self._promised -= 1
             return rounds.post_deferred(note, transfer.piece_timeout)
 
         self._under_way.append((transfer, rounds.atomic_call(label, post)))
