@@ -35,6 +35,7 @@ from .memory import (
     poll_unless_busy,
     read_header,
     read_record,
+    unmap,
     write_record,
 )
 from .private_dir import PrivateDirectory
@@ -131,7 +132,7 @@ class Liveness:
         self.doorbell.close()
         os.close(self._lock_fd)
         self.claims.close()
-        self._memory.close()
+        unmap(self._memory)
 
     # -- the others -----------------------------------------------------------------------------
 
@@ -161,11 +162,13 @@ class Liveness:
             watch = ProcessWatch(ProcessIdentity(*who))
             if watch.fd < 0:
                 return None
-            self._watches[process] = watch
+            if (other := self._watches.setdefault(process, watch)) is not watch:
+                watch.close()  # another thread was faster
+                return other
             self._trusted[process] = time.monotonic() + _LOCK_EVERY
+            self._process_of_fd[watch.fd] = process  # before a look of another thread can find it
             self.doorbell.also_wake_for(watch.fd)
             self._poll.register(watch.fd, select.POLLIN)
-            self._process_of_fd[watch.fd] = process
         return watch
 
     def ended(self, processes: Iterable[int]) -> list[tuple[int, State]]:

@@ -173,7 +173,7 @@ class Cells(CellReader):
 
     def close(self) -> None:
         """Unmap the file."""
-        self.memory.close()
+        unmap(self.memory)
         with contextlib.suppress(BufferError):  # an array in it is still in use: its end unmaps it
             self.small_window.memory.release()
 
@@ -208,6 +208,15 @@ def map_file(
                 f"ranks that still run, and remove {path.parent.parent}"
             )
         return mmap.mmap(fd, size)
+
+
+def unmap(memory: mmap.mmap) -> None:
+    """Unmap a file now, or when no other thread of this rank reads it any more.
+
+    Such a thread can only be met without Python's global lock.
+    """
+    with contextlib.suppress(BufferError):
+        memory.close()
 
 
 def read_header(fd: int) -> tuple[bytes, int]:
@@ -364,7 +373,9 @@ class Doorbell:
         # There may be no pipe, or a full one, so that it wakes anyway.
         with contextlib.suppress(OSError, ConfigurationError):
             if process not in self._fds:
-                self._fds[process] = self._directory.open_pipe(f"doorbell-{process}")
+                fd = self._directory.open_pipe(f"doorbell-{process}")
+                if self._fds.setdefault(process, fd) != fd:  # another thread was faster
+                    os.close(fd)
             os.write(self._fds[process], b"!")
 
     def close(self) -> None:

@@ -107,7 +107,7 @@ class HostState:
 
     def close(self) -> None:
         """Unmap the memory."""
-        self._memory.close()
+        memory.unmap(self._memory)
 
     # -- entries --------------------------------------------------------------------------------
 
