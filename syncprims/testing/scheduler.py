@@ -479,15 +479,14 @@ class Scheduler:
         if any(self._idents.get(turn.rank) in {None, *may_call} for turn in outside):
             return "rank"
         goes_on = busy_threads() - waiting_threads()
-        if any(self._find_left(rank, goes_on) for rank in self._leaving):
+        if any(self._find_left(rank, goes_on) for rank in list(self._leaving)):
             return "helper"  # it may end, and let the rank leave
         if self._enter_rank is not None and not outside:
             return ""  # else a thread may make a call only for a rank that waits for it
         # Those of a rank that has ended, or that a fault has stopped, make no more calls.
         living = [turn.rank for turn in self._turns if turn.own and not turn.halted]
-        callers = {
-            thread: turn.waits for (rank, thread), turn in self._by_thread.items() if rank in living
-        }
+        turns = list(self._by_thread.items())  # a thread that comes now adds its own
+        callers = {thread: turn.waits for (rank, thread), turn in turns if rank in living}
         for thread in threading.enumerate():
             if thread not in callers and not any(
                 thread in self.threads[rank].started for rank in living

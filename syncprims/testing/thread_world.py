@@ -137,7 +137,9 @@ class ThreadWorld:
                     thread.join()  # it has nothing left to do
             # As at the end of a process: one that works ends by itself, for a time.
             waiting = waiting_threads() & busy_threads()
-            helpers = {thread for of_rank in self._scheduler.threads for thread in of_rank.started}
+            started = [of_rank.started for of_rank in self._scheduler.threads]
+            # Not by going through `started`: a thread that still runs may add another one.
+            helpers = {t for t in threading.enumerate() if any(t in of_rank for of_rank in started)}
             stuck = [thread for thread in helpers if thread.ident in waiting]
             if not self._end([*stuck, *self._threads]):  # a rank may join one of the others
                 run.gave_up += ". A thread could not be ended, and is left alone"
