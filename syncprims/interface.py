@@ -18,7 +18,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [  # noqa: RUF022 - in the order of this file
     "UNKNOWN", "Topology", "Settings", "own_device_index",
@@ -284,15 +287,15 @@ class DeviceEngine(ABC):
     """
 
     @abstractmethod
-    def takes(self, tensor: Any, op: str | None = None) -> bool:
+    def takes(self, tensor: torch.Tensor, op: str | None = None) -> bool:
         """Return whether such a tensor can be broadcast, or reduced with `op`."""
 
     @abstractmethod
-    def broadcast(self, tensor: Any, src: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Fill the contiguous `tensor` with the one of member number `src`."""
 
     @abstractmethod
-    def all_reduce(self, tensor: Any, op: str) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
         """Reduce the contiguous `tensor` in place, to the same bits on all members."""
 
 

@@ -177,7 +177,7 @@ class GlooEngine(Engine):
         Gloo itself looks up this host's own name: a loopback address on many hosts.
         """
         store = dist.PrefixStore(self.prefix, self.endpoint.connect())
-        make: Any = dist.ProcessGroupGloo
+        make = dist.ProcessGroupGloo
         options = make._Options()
         address = _own_address(self.endpoint.host)
         if self.interfaces:
@@ -251,7 +251,7 @@ class NcclEngine(DeviceEngine):
         self._open_default = open_default
         self._group: Any = None
 
-    def takes(self, tensor: Any, op: str | None = None) -> bool:
+    def takes(self, tensor: torch.Tensor, op: str | None = None) -> bool:
         """Return whether NCCL supports the dtype, and the result has the same.
 
         A group of some ranks cannot open the default group, which needs all.
@@ -262,11 +262,11 @@ class NcclEngine(DeviceEngine):
             return False
         return op != "mean" or tensor.dtype.is_floating_point
 
-    def broadcast(self, tensor: Any, src: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Fill `tensor` with the data of member number `src`."""
         dist.broadcast(tensor, self._members[src], group=self._ready())
 
-    def all_reduce(self, tensor: Any, op: str) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
         """Reduce `tensor` in place."""
         dist.all_reduce(tensor, self._OPS[op], group=self._ready())
         if op == "mean":

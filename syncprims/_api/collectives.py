@@ -138,7 +138,7 @@ def broadcast(
     src: int = 0,
     *,
     name: str | None = None,
-    out: Any = None,
+    out: object = None,
     timeout: Seconds = None,
     group: Group | None = None,
 ) -> T:
@@ -187,14 +187,14 @@ def all_reduce(
 ) -> int: ...
 @overload
 def all_reduce(
-    value: T, op: Op = "sum", *, out: Any = None, **more: Unpack[_GroupedOptions]
+    value: T, op: Op = "sum", *, out: object = None, **more: Unpack[_GroupedOptions]
 ) -> T: ...
 def all_reduce(
-    value: Any,
+    value: object,
     op: Op = "sum",
     *,
     name: str | None = None,
-    out: Any = None,
+    out: object = None,
     timeout: Seconds = None,
     group: Group | None = None,
 ) -> Any:
@@ -326,7 +326,7 @@ def split(items: range, *, pad: bool) -> range | list[int]: ...
 def split(items: tuple[T, ...], *, pad: bool = False) -> tuple[T, ...]: ...
 @overload
 def split(items: T, *, pad: bool = False) -> T: ...
-def split(items: Any, *, pad: bool = False) -> Any:
+def split(items: object, *, pad: bool = False) -> Any:
     """Return this rank's contiguous share of `items`; extra items go to the lowest ranks.
 
     Takes a list, tuple, range, dict of equally long sequences, numpy array, tensor, or anything
@@ -337,7 +337,7 @@ def split(items: Any, *, pad: bool = False) -> Any:
     :raises TypeError: for `str` and `bytes`, and for what has no length.
     :raises ValueError: if the dict's values differ in length.
     """
-    within: Any = innermost_group()
+    within = innermost_group()
     if within is not None:
         return within.split(items, pad=pad)
     topology = get_topology()

@@ -45,7 +45,7 @@ class _OnOneRank(Protocol):
     def __call__(self, fn: Callable[P, R], /) -> Callable[P, R | None]: ...
     @overload
     def __call__(
-        self, *, default: Any = None, share: Literal[True], name: str | None = None
+        self, *, default: object = None, share: Literal[True], name: str | None = None
     ) -> _Shared: ...
     @overload
     def __call__(
@@ -60,7 +60,7 @@ class _OnNumber(Protocol):
 
     @overload
     def __call__(
-        self, n: int, *, default: Any = None, share: Literal[True], name: str | None = None
+        self, n: int, *, default: object = None, share: Literal[True], name: str | None = None
     ) -> _Shared: ...
     @overload
     def __call__(
@@ -129,7 +129,7 @@ class _Choice(NamedTuple):
 
 @_typed_on_one_rank
 def on_main(
-    fn: Fn | None = None, /, *, default: Any = None, share: bool = False, name: str | None = None
+    fn: Fn | None = None, /, *, default: object = None, share: bool = False, name: str | None = None
 ) -> Any:
     """Make a function run on rank 0 only; the others return `default`.
 
@@ -146,7 +146,7 @@ def on_main(
 
 @_typed_on_one_rank
 def on_last(
-    fn: Fn | None = None, /, *, default: Any = None, share: bool = False, name: str | None = None
+    fn: Fn | None = None, /, *, default: object = None, share: bool = False, name: str | None = None
 ) -> Any:
     """Make a function run on the highest rank only; the others return `default`.
 
@@ -157,7 +157,7 @@ def on_last(
 
 @_typed_on_one_rank
 def on_local_main(
-    fn: Fn | None = None, /, *, default: Any = None, share: bool = False, name: str | None = None
+    fn: Fn | None = None, /, *, default: object = None, share: bool = False, name: str | None = None
 ) -> Any:
     """Make a function run on the first rank of each node only; the others return `default`.
 
@@ -168,7 +168,7 @@ def on_local_main(
 
 
 @_typed_on_number
-def on_rank(n: int, *, default: Any = None, share: bool = False, name: str | None = None) -> Any:
+def on_rank(n: int, *, default: object = None, share: bool = False, name: str | None = None) -> Any:
     """Make a function run on rank `n` only; the others return `default`.
 
     With ``share=True`` all ranks return its result. The decorated function raises ValueError on
@@ -183,7 +183,7 @@ def on_rank(n: int, *, default: Any = None, share: bool = False, name: str | Non
 
 @_typed_on_number
 def on_local_rank(
-    n: int, *, default: Any = None, share: bool = False, name: str | None = None
+    n: int, *, default: object = None, share: bool = False, name: str | None = None
 ) -> Any:
     """Make a function run on local rank `n` of each node only; the others return `default`.
 
@@ -198,7 +198,7 @@ def on_local_rank(
     return functools.partial(_decorate, choice=choice, default=default, share=share)
 
 
-def _decorate(fn: Fn | None, choice: _Choice, *, default: Any, share: bool) -> Any:
+def _decorate(fn: Fn | None, choice: _Choice, *, default: object, share: bool) -> Any:
     if fn is None:
         return functools.partial(_decorate, choice=choice, default=default, share=share)
     if not callable(fn):
@@ -210,7 +210,7 @@ def _decorate(fn: Fn | None, choice: _Choice, *, default: Any, share: bool) -> A
     if inspect.iscoroutinefunction(fn):
 
         @functools.wraps(fn)
-        async def call_async(*args: Any, **kwargs: Any) -> Any:
+        async def call_async(*args: object, **kwargs: object) -> Any:
             here = choice.runs_here()
             if not share:
                 return await fn(*args, **kwargs) if here else default
@@ -221,7 +221,7 @@ def _decorate(fn: Fn | None, choice: _Choice, *, default: Any, share: bool) -> A
         return call_async
 
     @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         here = choice.runs_here()
         if not share:
             return fn(*args, **kwargs) if here else default

@@ -29,10 +29,10 @@ def print_main(*args: object, local: bool = False, **options: Any) -> None:
 
 
 @overload
-def progress(iterable: Iterable[T], *, local: bool = False, **options: Any) -> tqdm[T]: ...
+def progress(iterable: Iterable[T], *, local: bool = False, **options: object) -> tqdm[T]: ...
 @overload
-def progress(iterable: None = None, *, local: bool = False, **options: Any) -> tqdm[Any]: ...
-def progress(iterable: Any = None, *, local: bool = False, **options: Any) -> tqdm[Any]:
+def progress(iterable: None = None, *, local: bool = False, **options: object) -> tqdm[Any]: ...
+def progress(iterable: object = None, *, local: bool = False, **options: object) -> tqdm[Any]:
     """Return `iterable` behind one progress bar: rank 0's; with `local`, one on each node.
 
     It is tqdm's own object; on the other ranks one that shows nothing. All of its methods
@@ -63,7 +63,7 @@ class _ProgressLines:
     def __init__(
         self, iterable: Any = None, *, desc: str = "", total: float | None = None,
         disable: bool = False, initial: float = 0, mininterval: float = _LOG_EVERY,
-        unit: str = "it", file: Any = None, **_ignored: Any,
+        unit: str = "it", file: Any = None, **_ignored: object,
     ) -> None:  # fmt: skip
         self.iterable, self.desc, self.disable, self.n = iterable, desc, disable, initial
         self.total = len(iterable) if total is None and hasattr(iterable, "__len__") else total
@@ -114,7 +114,7 @@ class _ProgressLines:
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
         self._postfix = f", {s}" if s else ""
 
-    def set_postfix(self, ordered_dict: Any = (), refresh: bool = True, **numbers: Any) -> None:
+    def set_postfix(self, ordered_dict: Any = (), refresh: bool = True, **numbers: object) -> None:
         facts = {**dict(ordered_dict), **numbers}
         texts = (f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in facts.items())
         self.set_postfix_str(", ".join(texts))

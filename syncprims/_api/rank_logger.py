@@ -24,7 +24,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         super().__init__(logger)
         self._logged: set[tuple[int, int, str]] = set()  # rank, level, text
 
-    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log as :meth:`logging.Logger.log`, with the rank in front."""
         main_only, local, once, in_order = (
             kwargs.pop(name, False) for name in ("main_only", "local", "once", "in_order")

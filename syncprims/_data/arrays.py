@@ -223,12 +223,12 @@ def spec_of(obj: Value) -> Spec | None:
     """Return what `obj` is, or None unless it is a plain array or a dense tensor."""
     library = library_of(obj)
     if library == "numpy":
-        numpy: Any = sys.modules["numpy"]
+        numpy = sys.modules["numpy"]
         if obj.dtype.hasobject or numpy.dtype(obj.dtype.str) != obj.dtype:
             return None  # objects, records, and dtypes of other libraries
         return Spec("numpy", obj.dtype.str, obj.shape)
     if library == "torch":
-        torch: Any = sys.modules["torch"]
+        torch = sys.modules["torch"]
         if obj.layout is not torch.strided or obj.is_quantized or obj.is_meta:
             return None
         dtype, shape, strides = str(obj.dtype)[6:], tuple(obj.shape), obj.stride()

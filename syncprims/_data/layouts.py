@@ -105,7 +105,7 @@ def make_layout(value: Value, members: int, most: int) -> Layout | None:
 
 def _outline_of(value: Value) -> Any:
     """Return the fact that all values of one layout share: 0 for a number, an array's spec."""
-    kind: Any = type(cast("object", value))
+    kind = type(cast("object", value))
     if kind in _CODES:
         return kind()
     spec = spec_of(value)
@@ -233,7 +233,7 @@ class NumberLayout(Layout):
         """Return what reduces all slots with `op`."""
         return partial(self._reduce, op)
 
-    def _reduce(self, op: str, memory: memoryview, at: int, _: Any) -> Any:
+    def _reduce(self, op: str, memory: memoryview, at: int, _: object) -> Any:
         numbers, width = self._unpack(self._all, self._slots, memory, at), self._width
         if self._is_alone:
             return reduction.reduce_numbers(numbers, op)
@@ -249,7 +249,7 @@ class ArrayLayout(Layout):
         self.stride = arrays.up_to_line(spec.nbytes)
         self._members = members
         self._dtype = spec.loaded_dtype
-        self._library: Any = sys.modules[spec.library]
+        self._library = sys.modules[spec.library]
         self._is_tensor = spec.library == "torch"
         self._kind = self._library.Tensor if self._is_tensor else self._library.ndarray
         device = {"device": "cpu"} if self._is_tensor else {}
@@ -375,7 +375,7 @@ class TreeLayout(Layout):
         """Return what reduces all slots with `op`, part by part."""
         reducers = [(begin, layout.reducer(op)) for begin, layout in self._parts]
 
-        def reduce(memory: memoryview, at: int, _: Any) -> Any:
+        def reduce(memory: memoryview, at: int, _: object) -> Any:
             parts = [reduce_part(memory, at + begin, None) for begin, reduce_part in reducers]
             return self._container.build(parts)
 

@@ -123,7 +123,7 @@ def reduce(
     :raises RankMismatch: if their trees, shapes or dtypes differ, showing each rank's.
     """
 
-    def part(key: Any, label: str) -> Any:
+    def part(key: object, label: str) -> Any:
         parts = [value[key] for value in values]
         return reduce(parts, op, ranks, out_of_band, f"{where}[{label}]", own)
 
@@ -206,7 +206,7 @@ def empty_result(value: Value, op: str) -> Any:
 def result_dtype(dtype: DType, op: str) -> Any:
     """Return the dtype of the reduction of arrays of `dtype`."""
     kind = getattr(dtype, "kind", None)  # None: of torch
-    library: Any = sys.modules["torch" if kind is None else "numpy"]
+    library = sys.modules["torch" if kind is None else "numpy"]
     is_bool = dtype is library.bool if kind is None else kind == "b"
     is_float = dtype.is_floating_point or dtype.is_complex if kind is None else kind not in "biu"
     result = dtype
@@ -265,7 +265,7 @@ def array_combiner(op: str, dtype: DType, of: Array) -> Callable[[Sequence[Any],
 
     It has no numpy warnings: as everywhere, an overflow is an infinity.
     """
-    numpy: Any = sys.modules["numpy"]
+    numpy = sys.modules["numpy"]
     function = getattr(numpy, _FUNCTIONS.get(op, "add"))
     kind = dtype.kind
     wide = numpy.dtype("f4") if kind == "f" and dtype.itemsize == 2 else dtype

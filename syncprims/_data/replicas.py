@@ -19,7 +19,7 @@ _SHOWN = 5
 Digests = dict[str, int]  # by the name of a tensor
 
 
-def digest_model(model: Any) -> Digests:
+def digest_model(model: object) -> Digests:
     """Return the digest of each parameter of a model."""
     return digest_tensors(_named(model, "parameter"))
 

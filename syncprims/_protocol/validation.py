@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -21,7 +21,7 @@ def require(value: object, kind: type | tuple[type, ...], what: str) -> None:
         raise TypeError(f"{what}, and {value!r} is a {type(value).__name__}")
 
 
-def whole_number(value: Any, what: str) -> int:
+def whole_number(value: SupportsIndex, what: str) -> int:
     """Return a whole number of any kind, numpy's too, as an int.
 
     :raises TypeError: if `value` is not a whole number; the message begins with `what`.

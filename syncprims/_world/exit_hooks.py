@@ -136,7 +136,7 @@ class ExitHooks:
             else:
                 show(kind, error, trace)
 
-    def _note_exit(self, exit_: Callable[[Any], NoReturn], status: Any = None, /) -> NoReturn:
+    def _note_exit(self, exit_: Callable[[Any], NoReturn], status: object = None, /) -> NoReturn:
         if self._exit_hook is not None and threading.current_thread() is threading.main_thread():
             self._exit_call = status, _outermost_frame()
             if not self._watches_threads:
@@ -186,7 +186,7 @@ class ExitHooks:
 
         print_exc = traceback.print_exc
 
-        def print_exc_and_end(*args: Any, **kwargs: Any) -> None:
+        def print_exc_and_end(*args: object, **kwargs: object) -> None:
             if sys._getframe(1).f_code.co_name == "_bootstrap":  # pyright: ignore[reportPrivateUsage]
                 self._exit()
             print_exc(*args, **kwargs)

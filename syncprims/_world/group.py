@@ -92,7 +92,7 @@ class Group:
         src: int | None = None,
         *,
         name: str | None = None,
-        out: Any = None,
+        out: object = None,
         timeout: Seconds = None,
     ) -> T:
         """As :func:`syncprims.broadcast`, among the members; `src` is by default the lowest."""
@@ -121,15 +121,15 @@ class Group:
     ) -> int: ...  # fmt: skip
     @overload
     def all_reduce(
-        self, value: T, op: Op = "sum", *, out: Any = None, **more: Unpack[CallOptions]
+        self, value: T, op: Op = "sum", *, out: object = None, **more: Unpack[CallOptions]
     ) -> T: ...
     def all_reduce(
         self,
-        value: Any,
+        value: object,
         op: Op = "sum",
         *,
         name: str | None = None,
-        out: Any = None,
+        out: object = None,
         timeout: Seconds = None,
     ) -> Any:
         """As :func:`syncprims.all_reduce`, among the members."""
@@ -176,7 +176,7 @@ class Group:
     def split(self, items: tuple[T, ...], *, pad: bool = False) -> tuple[T, ...]: ...
     @overload
     def split(self, items: T, *, pad: bool = False) -> T: ...
-    def split(self, items: Any, *, pad: bool = False) -> Any:
+    def split(self, items: object, *, pad: bool = False) -> Any:
         """As :func:`syncprims.split`, among the members."""
         return split(items, self.rounds.index, len(self.ranks), pad=pad)
 
@@ -227,13 +227,13 @@ class SharedResult(NamedTuple):
             rounds = self.group.rounds
             rounds.fail(rounds.note(self.call, self.name, self.src).label, error)
 
-    def send(self, result: Any) -> Any:
+    def send(self, result: object) -> Any:
         """Return the result of `src` on every member, without a timeout."""
         return _broadcast(self.group, self.call, self.name, result, self.src, None, math.inf)
 
 
 def _broadcast(
-    group: Group, kind: str, name: str | None, obj: T, src: int, out: Any, timeout: Seconds
+    group: Group, kind: str, name: str | None, obj: T, src: int, out: object, timeout: Seconds
 ) -> T:
     rounds = group.rounds
     note = rounds.note(kind, name, src)
