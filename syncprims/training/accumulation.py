@@ -141,7 +141,7 @@ class Accumulator:
         weight: float | None = None,
         *,
         skip: object = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         """Add the gradients of `loss` to the window; with its last micro-batch, they are its mean.
 

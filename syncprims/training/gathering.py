@@ -14,7 +14,7 @@ from .pytree import has_only_tensors, map_tensors, named_leaves, tensors_of
 Reduction = Literal["sum", "mean", "min", "max", "prod", "none"]
 
 
-def gather(tensor: Any, *, name: str | None = None) -> Any:
+def gather(tensor: object, *, name: str | None = None) -> Any:
     """Return all ranks' tensors, concatenated along the first dimension in rank order. Collective.
 
     `tensor` may also be lists, tuples and mappings of tensors; a tensor without dimensions counts
@@ -74,7 +74,7 @@ def gather_for_metrics(
 
 
 def reduce(
-    tensor: Any, reduction: Reduction = "sum", scale: float = 1.0, *, name: str | None = None
+    tensor: object, reduction: Reduction = "sum", scale: float = 1.0, *, name: str | None = None
 ) -> Any:
     """Return the tensors' ``sum``, ``mean``, ``min``, ``max`` or ``prod`` over all ranks, scaled.
 
@@ -89,7 +89,7 @@ def reduce(
     return reduced if scale == 1.0 else map_tensors(lambda one: one * scale, reduced)
 
 
-def broadcast(tensor: Any, from_process: int = 0, *, name: str | None = None) -> Any:
+def broadcast(tensor: object, from_process: int = 0, *, name: str | None = None) -> Any:
     """Fill the tensors of `tensor` with those of one rank, and return `tensor`. Collective.
 
     A leaf may also be None on all ranks. The order of a mapping's keys does not matter.
@@ -115,7 +115,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, name: str | None = None) ->
 
 
 def pad_across_processes(
-    tensor: Any,
+    tensor: object,
     dim: int = 0,
     pad_index: float = 0,
     pad_first: bool = False,

@@ -273,7 +273,7 @@ class BackwardWatch:
         held = (p for p in model.parameters() if p.grad is not None and p.requires_grad)
         return not known.issuperset(held)
 
-    def _note_forward(self, model: nn.Module, *_: Any) -> None:
+    def _note_forward(self, model: nn.Module, *_: object) -> None:
         if torch.is_grad_enabled() and model.require_backward_grad_sync:
             self._prepared.add(model)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def delegated(path: str, meaning: str = "", *, settable: bool = False) -> Any:
     owner, _, name = path.rpartition(".")
     find_owner = operator.attrgetter(owner)
 
-    def write(instance: Any, value: Any) -> None:
+    def write(instance: object, value: object) -> None:
         setattr(find_owner(instance), name, value)
 
     return property(operator.attrgetter(path), write if settable else None, doc=meaning)
@@ -59,9 +60,9 @@ class PreparedOptimizer(Optimizer):
 
     # -- the optimizer's own ------------------------------------------------------------------
 
-    state: Any = delegated("optimizer.state", settable=True)
-    param_groups: Any = delegated("optimizer.param_groups", settable=True)
-    defaults: Any = delegated("optimizer.defaults", settable=True)
+    state: defaultdict[torch.Tensor, Any] = delegated("optimizer.state", settable=True)
+    param_groups: list[dict[str, Any]] = delegated("optimizer.param_groups", settable=True)
+    defaults: dict[str, Any] = delegated("optimizer.defaults", settable=True)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("train", "eval"):  # the modes of schedule-free ones: others have none
@@ -105,7 +106,7 @@ class PreparedOptimizer(Optimizer):
             return next(window for window in reversed(entered) if window in self._windows)
         return self._windows[0] if self._windows else None
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step if the window is closed; otherwise keep the gradients for the next step.
 
         Under fp16 a step whose gradients overflowed on any rank is skipped on all.
@@ -237,7 +238,7 @@ class PreparedScheduler:
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         own = self.__dict__
         if name not in own and name in getattr(own.get("scheduler"), "__dict__", ()):
             setattr(self.scheduler, name, value)  # such as `base_lrs`

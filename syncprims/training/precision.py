@@ -42,7 +42,7 @@ class Precision:
         if mode not in ("no", "fp16", "bf16"):
             raise ConfigurationError(f"{source}={mode!r}: it takes 'no', 'fp16' or 'bf16'")
         self.mode = mode
-        self.device: Any = torch.device(device)
+        self.device: torch.device = torch.device(device)
         self.scaler: torch.amp.GradScaler | None = None  #: of the loss; fp16 only
         self._stepped: set[int] = set()
         if mode != "no":
@@ -65,7 +65,7 @@ class Precision:
         dtype = _DTYPES[self.mode]
         return torch.autocast(self.device.type, dtype, enabled, cache_enabled)
 
-    def apply(self, model: M, **options: Any) -> M:
+    def apply(self, model: M, **options: object) -> M:
         """Make the forward pass of `model` autocast and return float32; return `model`.
 
         `options` are those of :meth:`autocast`.
@@ -136,7 +136,7 @@ class _AutocastForward:
         self._options = options
         functools.update_wrapper(self, self.before, updated=())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return the result of the forward pass, half precision converted to float32."""
         with torch.autocast(**self._options):
             result = self.before(*args, **kwargs)

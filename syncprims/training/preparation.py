@@ -59,7 +59,7 @@ def rank_device(*, cpu: bool = False) -> torch.device:
     if found is None:
         return torch.device("cpu")
     device: torch.device = own_device(found.type, get_local_rank())
-    module: Any = getattr(torch, device.type)
+    module = getattr(torch, device.type)
     if hasattr(module, "set_device"):  # whatever asks torch for the current device agrees
         module.set_device(device)
     return device
@@ -163,7 +163,7 @@ class Preparation:
             accumulator.check_replicas = current().settings.check_replicas
         return prepared
 
-    def scheduler(self, scheduler: Any) -> PreparedScheduler:
+    def scheduler(self, scheduler: object) -> PreparedScheduler:
         """Return `scheduler` wrapped: by default it advances once per optimizer step."""
         optimizers, schedules = self.accumulator.optimizers, self.accumulator.schedules
         prepared = scheduler

@@ -11,7 +11,7 @@ import torch
 
 
 def map_tensors(
-    function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = torch.is_tensor
+    function: Callable[[Any], Any], tree: object, is_leaf: Callable[[Any], bool] = torch.is_tensor
 ) -> Any:
     """Return `tree` with ``function(tensor)`` in place of every tensor; other leaves are kept.
 
@@ -37,7 +37,7 @@ def map_tensors(
     return tree
 
 
-def named_leaves(tree: Any, name: str = "tensor") -> Iterator[tuple[str, Any]]:
+def named_leaves(tree: object, name: str = "tensor") -> Iterator[tuple[str, Any]]:
     """Yield the leaves that :func:`map_tensors` sees, each with its path, as ``tensor['x'][0]``."""
     parts: list[tuple[str, Any]] = []
     if isinstance(tree, (list, tuple, Mapping)):
@@ -86,7 +86,7 @@ def as_mapping_type(tree: Any, mapped: dict[Any, Any]) -> Any:
         return mapped
 
 
-def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+def to_device(batch: object, device: torch.device, *, non_blocking: bool = False) -> Any:
     """Return `batch` with its tensors on `device`, in lists, tuples, mappings and dataclasses.
 
     Any other object in it that has ``.to(device)`` is moved by that method.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
 
 from syncprims import all_gather, get_world_size
 from syncprims._data import replicas
 
 
 def compare_replicas(
-    models: Sequence[nn.Module], optimizer: Any, step: int, *, buffers: bool
+    models: Sequence[nn.Module], optimizer: Optimizer, step: int, *, buffers: bool
 ) -> None:
     """Check that models and the tensors of their optimizer are the same on all ranks. Collective.
 

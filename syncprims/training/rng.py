@@ -58,7 +58,7 @@ class WorkerSeed:
     they are the same in each worker.
     """
 
-    def __init__(self, seed: int, index: Any = None) -> None:
+    def __init__(self, seed: int, index: object = None) -> None:
         self._seed = seed
         self._index = index
 
@@ -66,7 +66,7 @@ class WorkerSeed:
         return _seed_worker, (self._seed, self._index)
 
 
-def _seed_worker(seed: int, index: Any) -> Any:
+def _seed_worker(seed: int, index: object) -> Any:
     info = get_worker_info()
     if info is not None:
         worker = info.id if index is None else 0

@@ -59,7 +59,7 @@ class _Join:
         self._active = list(range(get_world_size()))
         self._event = ""
 
-    def announce(self, event: str, value: Any) -> list[Any]:
+    def announce(self, event: str, value: object) -> list[Any]:
         """Send this rank's event; return the values of the ranks that still train. Collective.
 
         :raises RuntimeError: on all ranks, if their events differ.

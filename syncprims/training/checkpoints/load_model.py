@@ -151,7 +151,7 @@ def _read_index(path: str, follow: bool) -> tuple[dict[str, Any], dict[str, str]
     if not integrity.has_seal(data, SHARDS):
         return file_of, {}
     integrity.check_seal(path, data)
-    digests: Any = metadata.get(SHARDS)
+    digests = metadata.get(SHARDS)
     if not isinstance(digests, dict):
         raise refusal(path, "list of files", "the digest of each", repr(digests))
     return file_of, {check_file_name(path, file): str(found) for file, found in digests.items()}
@@ -183,7 +183,7 @@ def _read_torch(path: str, *, follow: bool) -> dict[str, torch.Tensor]:
     with reading(path):
         filesystem.ExistingFile(path, follow=follow).close()
     try:
-        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds of errors
         first = str(error).strip().split("\n", 1)[0]
         raise refusal(path, "not a weights file", "tensors, and no code", first) from error
@@ -238,7 +238,7 @@ def _match(
 def _has_custom_loading(model: nn.Module) -> bool:
     """Return whether a module handles names or values itself when it is loaded."""
 
-    def is_custom(method: Any) -> bool:
+    def is_custom(method: object) -> bool:
         return not str(getattr(method, "__module__", "")).startswith("torch.nn.")
 
     return any(
@@ -249,7 +249,7 @@ def _has_custom_loading(model: nn.Module) -> bool:
     )
 
 
-def _read_for(stored: Stored, target: Any) -> torch.Tensor:
+def _read_for(stored: Stored, target: object) -> torch.Tensor:
     """Return a tensor of a checkpoint in memory, distributed over ranks as its target is."""
     tensor = stored.load() if isinstance(stored, StoredTensor) else stored
     return distribute(tensor, target) if is_dtensor(target) else tensor
@@ -356,7 +356,7 @@ def _back_to_meta_on_error(model: nn.Module) -> Generator[None]:
 
 
 def _place(
-    model: nn.Module, names: Collection[str], device_map: Any, dtype: torch.dtype | str | None
+    model: nn.Module, names: Collection[str], device_map: object, dtype: torch.dtype | str | None
 ) -> None:
     """Move the parameters and buffers of these names to the devices of the map, in that dtype.
 

@@ -74,11 +74,11 @@ def state_of(thing: Stateful) -> Any:
     """Return an object's state; of a wrapped model, that of the model inside."""
     if not isinstance(thing, nn.Module):
         return thing.state_dict()
-    state: Any = unwrap_model(thing).state_dict()
+    state = unwrap_model(thing).state_dict()
     return _rename(state, portable_name)
 
 
-def load_into(thing: Stateful, state: Any) -> None:
+def load_into(thing: Stateful, state: object) -> None:
     """Load a state into an object; into a wrapped model, the model inside."""
     if isinstance(thing, nn.Module):
         inner = unwrap_model(thing)
@@ -95,7 +95,7 @@ def _rename(state: Any, new_name: Callable[[str], str]) -> Any:
     return renamed
 
 
-def check_fits(path: str, name: str, thing: Stateful, state: Any) -> None:
+def check_fits(path: str, name: str, thing: Stateful, state: object) -> None:
     """Raise if a state does not fit an object, as far as that is known before it is loaded.
 
     :raises CheckpointError: in that case. A model takes the names and shapes of its own tensors,
@@ -140,7 +140,7 @@ def _check_other(thing: Any, state: Any) -> None:
         thing._check_state(state)
 
 
-def _shape(values: Mapping[Any, Any], key: Any) -> str | None:
+def _shape(values: Mapping[Any, Any], key: object) -> str | None:
     """Return the shape of one of these values, or its type if it is not a tensor."""
     value = values.get(key)
     if isinstance(value, torch.Tensor):
@@ -222,11 +222,11 @@ _FROM_SIMPLER = {kind: restore for kind, _, restore in _SIMPLER.values()}
 class State(NamedTuple):
     """An object's state in two parts."""
 
-    tree: Any  #: JSON
+    tree: object  #: JSON
     tensors: dict[str, torch.Tensor]  #: by the names in the tree
 
 
-def split_state(state: Any) -> State:
+def split_state(state: object) -> State:
     """Return a state as JSON and tensors. A tensor in several places is stored once.
 
     :raises TypeError: naming what cannot be saved without pickle.
@@ -235,7 +235,7 @@ def split_state(state: Any) -> State:
     return State(splitter.node(state, ()), splitter.tensors)
 
 
-def join_state(tree: Any, load_tensor: Callable[[str, Sequence[int]], torch.Tensor]) -> Any:
+def join_state(tree: object, load_tensor: Callable[[str, Sequence[int]], torch.Tensor]) -> Any:
     """Return the state of a tree.
 
     ``load_tensor(name, strides)`` returns a tensor by its name in the tree, laid out so.
@@ -243,7 +243,7 @@ def join_state(tree: Any, load_tensor: Callable[[str, Sequence[int]], torch.Tens
     :raises Exception: of any kind, if :func:`split_state` has not made the tree.
     """
 
-    def join(node: Any) -> Any:
+    def join(node: object) -> Any:
         return join_state(node, load_tensor)
 
     if isinstance(tree, list):
@@ -355,7 +355,7 @@ class _Splitter:
         shape = None if isinstance(value, np.generic) else list(value.shape)
         return {KIND: "array", "key": key, "dtype": kind.str, "shape": shape}
 
-    def _cannot(self, value: Any, key_path: tuple[str, ...]) -> TypeError:
+    def _cannot(self, value: object, key_path: tuple[str, ...]) -> TypeError:
         kind: type[Any] = type(value)
         spelled = ".".join(key_path) or "itself"
         of = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""

@@ -47,7 +47,7 @@ _STATE_FILE = re.compile(r".+\.state(?:-\d{5,}-of-\d{5,})?(?:\.v\d+)?\.safetenso
 class SavedState(NamedTuple):
     """The saved state of one object: its tree without tensors, and the files with the tensors."""
 
-    tree: Any
+    tree: object
     files: list[str]
 
 
@@ -319,7 +319,7 @@ class _StateReader(NamedTuple):
 
     def rank_states(self, objects: Mapping[str, Stateful], number: int) -> dict[str, Any]:
         """Return the states of one rank's own objects, and of its random numbers."""
-        saved: Any = self._state(f"of rank {number}", self.manifest.ranks[number], {})
+        saved = self._state(f"of rank {number}", self.manifest.ranks[number], {})
         if not isinstance(saved, dict):
             expected = "those of its objects"
             raise refusal(f"{self.path}/{MANIFEST}", "a rank's states", expected, repr(saved))

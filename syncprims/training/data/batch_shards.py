@@ -164,12 +164,12 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
         yield item, after is _END
 
 
-def _is_batch(batch: Any) -> bool:
+def _is_batch(batch: object) -> bool:
     """Return whether `batch` is a batch of indices, not a single index."""
     return isinstance(batch, list | tuple) or getattr(batch, "ndim", 0) > 0
 
 
-def _batch_to_split(batch: Any) -> Any:
+def _batch_to_split(batch: object) -> Any:
     if not _is_batch(batch):
         raise ValueError("split_batches divides batches, and this loader gives single items")
     return batch
@@ -355,7 +355,7 @@ def _join(batches: list[Any]) -> Any:
     return first
 
 
-def _is_plain_list(part: Any) -> bool:
+def _is_plain_list(part: object) -> bool:
     """Return whether `part` is a list or tuple of objects that are no tensors or containers."""
     if not isinstance(part, list | tuple) or hasattr(part, "_fields"):
         return False

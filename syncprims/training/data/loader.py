@@ -8,10 +8,10 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch.utils import data
@@ -146,8 +146,7 @@ class PreparedLoader(DataLoader[T]):
     @property
     def total_dataset_length(self) -> int:
         """The number of items of the whole dataset, for all ranks."""
-        dataset: Any = self.loader.dataset
-        return len(dataset)
+        return len(cast("Sized", self.loader.dataset))
 
     @property
     def even_batches(self) -> bool:
@@ -490,11 +489,11 @@ def prepare_data_loader(
     )
 
 
-def _is_stream(loader: Any) -> bool:
+def _is_stream(loader: object) -> bool:
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
-def _check(loader: Any, split: bool, *, dispatched: bool) -> None:
+def _check(loader: object, split: bool, *, dispatched: bool) -> None:
     """Raise an error if no rank could know its batches of `loader`, or they cannot be split."""
     if not isinstance(loader, DataLoader):
         what = f"prepare_data_loader() takes a torch DataLoader, and no {type(loader).__name__}"
@@ -559,7 +558,7 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan, seed: int | None = None) ->
     return mine
 
 
-def _make_seedable(sampler: Any, seed: int) -> Any:
+def _make_seedable(sampler: object, seed: int) -> Any:
     """Return `sampler` with torch's random sampler replaced by one of this seed."""
     if type(sampler) is data.RandomSampler:
         count = None if sampler._num_samples is None else sampler.num_samples  # pyright: ignore[reportPrivateUsage]
@@ -574,7 +573,7 @@ def _make_seedable(sampler: Any, seed: int) -> Any:
 class _Skipped:
     """A loader without its first batches."""
 
-    def __init__(self, loader: Any, count: int) -> None:
+    def __init__(self, loader: DataLoader[Any], count: int) -> None:
         self._loader = loader
         self._count = count
 

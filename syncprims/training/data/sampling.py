@@ -19,11 +19,11 @@ _END: Any = object()  # never an item
 class SeedableRandomSampler(data.RandomSampler):
     """A random sampler whose order is that of torch's for the seed ``initial_seed + epoch``."""
 
-    generator: Any
+    generator: torch.Generator | None
 
     def __init__(self, *args: Any, data_seed: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.initial_seed: Any | int = torch.initial_seed() if data_seed is None else data_seed
+        self.initial_seed: int = torch.initial_seed() if data_seed is None else data_seed
         self.epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -45,14 +45,14 @@ _SELF_CONTAINED = (
 )  # fmt: skip
 
 
-def samplers(sampler: Any) -> Iterator[Any]:
+def samplers(sampler: object) -> Iterator[Any]:
     """Yield `sampler`, and the samplers that it batches, the outermost first."""
     while sampler is not None:
         yield sampler
         sampler = getattr(sampler, "sampler", None)
 
 
-def with_inner(sampler: Any, inner: Any) -> Any:
+def with_inner(sampler: Any, inner: object) -> Any:
     """Return a copy of `sampler` with another sampler inside, if any."""
     changed = copy.copy(sampler)
     if inner is not None:
@@ -65,7 +65,7 @@ def is_sharded(sampler: object) -> bool:
     return any(isinstance(one, DistributedSampler) for one in samplers(sampler))
 
 
-def copy_sampler(sampler: Any) -> Any:
+def copy_sampler(sampler: object) -> Any:
     """Return a sampler whose generator may be set: a copy of one of torch's own.
 
     A sampler of the user's is returned itself, since the user may change it between epochs.
@@ -79,10 +79,10 @@ def copy_sampler(sampler: Any) -> Any:
 class EpochSetter:
     """Passes epochs to the samplers of one loader, and respects those that the user has set."""
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler: object) -> None:
         self._known = {id(one): getattr(one, "epoch", None) for one in samplers(sampler)}
 
-    def set(self, sampler: Any, epoch: int) -> None:
+    def set(self, sampler: object, epoch: int) -> None:
         """Set `epoch` where no other one has been set since the last call."""
         for one in samplers(sampler):
             if callable(getattr(one, "set_epoch", None)):
@@ -92,14 +92,14 @@ class EpochSetter:
                 self._known[id(one)] = getattr(one, "epoch", None)
 
 
-def seed_generators(sampler: Any, seed: int, epoch: int) -> None:
+def seed_generators(sampler: object, seed: int, epoch: int) -> None:
     """Give every sampler of the chain that has a generator that of `seed` and `epoch`."""
     for one in samplers(sampler):
         if hasattr(one, "generator"):
             one.generator = epoch_generator(seed, epoch)
 
 
-def draw(items: Iterable[T], sampler: Any, seed: int, epoch: int) -> Iterator[T]:
+def draw(items: Iterable[T], sampler: object, seed: int, epoch: int) -> Iterator[T]:
     """Return what `items` yield, in an order of `sampler` that is a function of seed and epoch.
 
     A sampler of the user's may draw from the global generators of Python, numpy and torch, at once
