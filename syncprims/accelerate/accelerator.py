@@ -7,7 +7,7 @@ import functools
 import gc
 import os
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, TypeVarTuple, cast, overload
 
@@ -48,7 +48,7 @@ Placement = bool | list[bool] | None  #: as in Accelerate's `prepare`
 def _of_accumulator(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Return a method of a job that calls one of its accumulator's."""
 
-    def call(job: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(job: Accelerator, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return method(job.accumulator, *args, **kwargs)
 
     return functools.update_wrapper(call, method)
@@ -73,10 +73,10 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     :raises ValueError: if an argument and a configuration object contradict each other.
     """
 
-    autocast_handler: Any
-    ddp_handler: Any
-    init_handler: Any
-    scaler_handler: Any
+    autocast_handler: configuration.AutocastKwargs | None
+    ddp_handler: configuration.DistributedDataParallelKwargs | None
+    init_handler: configuration.InitProcessGroupKwargs | None
+    scaler_handler: configuration.GradScalerKwargs | None
     is_fsdp2 = False
     deepspeed_plugin = parallelism_config = torch_device_mesh = None
 
@@ -89,13 +89,13 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         cpu: bool = False,
         dataloader_config: Any = None,
         *,
-        log_with: Any = None,
+        log_with: object = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: Any = None,
         gradient_accumulation_plugin: Any = None,
         step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: Any = None,
-        **others: Any,
+        kwargs_handlers: Iterable[object] | None = None,
+        **others: object,
     ) -> None:
         configuration.check_unsupported("Accelerator", others)
         if split_batches:  # as there, where only the configuration object has it since 1.15
@@ -162,7 +162,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     pad_across_processes: Final = staticmethod(gathering.pad_across_processes)
 
     def gather_for_metrics(
-        self, input_data: Any, use_gather_object: bool = False, *, name: str | None = None
+        self, input_data: object, use_gather_object: bool = False, *, name: str | None = None
     ) -> Any:
         """Return all ranks' tensors, concatenated, without the items that pad the last batches."""
         cursor = self.accumulator.loaders.innermost
@@ -249,7 +249,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     _models: list[nn.Module] = delegated("accumulator.models")  # transformers' Trainer asks for it
     scaler: torch.amp.GradScaler | None = delegated("accumulator.precision.scaler", "fp16 only.")
 
-    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+    def autocast(self, autocast_handler: object = None) -> AbstractContextManager[Any]:
         """Return a context in which forward passes compute in the job's precision.
 
         `autocast_handler` is an AutocastKwargs; without, that of the job.
@@ -287,15 +287,15 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         return self._data
 
     @dataloader_config.setter
-    def dataloader_config(self, data: Any) -> None:
+    def dataloader_config(self, data: object) -> None:
         self._data = data
         self.preparation.loader_options = functools.partial(loader_options, data)
 
-    device_placement: Any = delegated("preparation.device_placement", settable=True)
-    even_batches: Any = delegated("_data.even_batches", settable=True)
-    split_batches: Any = delegated("_data.split_batches")
-    dispatch_batches: Any = delegated("_data.dispatch_batches")
-    non_blocking: Any = delegated("_data.non_blocking")
+    device_placement: bool = delegated("preparation.device_placement", settable=True)
+    even_batches: bool = delegated("_data.even_batches", settable=True)
+    split_batches: bool = delegated("_data.split_batches")
+    dispatch_batches: bool | None = delegated("_data.dispatch_batches")
+    non_blocking: bool = delegated("_data.non_blocking")
     use_stateful_dataloader: bool = delegated("_data.use_stateful_dataloader")
     use_seedable_sampler: bool = delegated("_data.use_seedable_sampler")
 

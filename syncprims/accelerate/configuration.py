@@ -5,7 +5,8 @@ Accelerate's own objects are taken, too: they have the same fields and methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -13,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from .state import DistributedType as DistributedType
+
+Directory = str | os.PathLike[str] | None  #: of a project, or of its logs
 
 _DEVICE_MAP = "load_checkpoint_in_model(model, checkpoint, device_map=...)"
 #: Alternatives, by parts of the names that are not offered, without ``_``, in lower case.
@@ -111,7 +114,7 @@ def check_fixed(fixed: object, value: object, call: str, instead: str) -> None:
         raise TypeError(f"{call} is not offered; {instead}")
 
 
-def check_unsupported(call: str, arguments: dict[str, Any]) -> None:
+def check_unsupported(call: str, arguments: Mapping[str, object]) -> None:
     """Check that arguments without an equivalent ask for nothing: None, False or "no".
 
     :raises TypeError: otherwise; for an argument of Accelerate's it says what to do instead.
@@ -203,14 +206,14 @@ class GradientAccumulationPlugin:
 class ProjectConfiguration:
     """The directories of a job. `iteration` is the least number of the next checkpoint."""
 
-    project_dir: Any = None
-    logging_dir: Any = None
+    project_dir: Directory = None
+    logging_dir: Directory = None
     automatic_checkpoint_naming: bool = False
     total_limit: int | None = None
     iteration: int = 0
     save_on_each_node: bool = False
 
-    def set_directories(self, project_dir: Any = None) -> None:
+    def set_directories(self, project_dir: Directory = None) -> None:
         """Set the project's directory, and the logging directory if there is none."""
         self.project_dir = project_dir
         if self.logging_dir is None:
@@ -223,7 +226,7 @@ class ProjectConfiguration:
 class TorchDynamoPlugin(KwargsHandler):
     """Options of a compiler. An Accelerator compiles no model, so it accepts none of them."""
 
-    def __init__(self, backend: Any = None, **options: Any) -> None:
+    def __init__(self, backend: object = None, **options: object) -> None:
         super().__init__(backend=backend, **options)
 
 

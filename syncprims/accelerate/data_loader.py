@@ -25,7 +25,7 @@ def prepare_data_loader(
     process_index: int | None = None,
     split_batches: bool = False,
     *,
-    rng_types: Any = None,
+    rng_types: object = None,
     put_on_device: bool = False,
     dispatch_batches: bool | None = None,
     **options: Any,
@@ -52,7 +52,7 @@ def loader_options(config: Any) -> dict[str, Any]:
     }
 
 
-def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+def skip_first_batches(dataloader: object, num_batches: int = 0) -> Any:
     """Return a view of a loader without its first batches."""
     return _skip_first_batches(dataloader, num_batches)
 

@@ -16,7 +16,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     every rank does, one after the other, and all ranks make the call.
     """
 
-    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+    def log(self, level: int, msg: object, *args: object, **kwargs: object) -> None:
         """Log on rank 0, unless the arguments say otherwise."""
         main_only = kwargs.pop("main_process_only", True)
         kwargs["main_only"] = main_only and not kwargs.get("in_order", False)

@@ -25,7 +25,7 @@ from syncprims.training.checkpoints.states import MANIFEST, agreed_steps, read_m
 from syncprims.training.optimizer import delegated
 from syncprims.training.preparation import Preparation
 
-from .configuration import ProjectConfiguration, check_fixed, check_unsupported
+from .configuration import Directory, ProjectConfiguration, check_fixed, check_unsupported
 
 Weights: TypeAlias = dict[str, Any]
 SaveHook: TypeAlias = Callable[[list[nn.Module], list[Weights], str], object]
@@ -41,7 +41,7 @@ def load_checkpoint_in_model(
     *,
     strict: bool = True,
     allow_links: bool = False,
-    **others: Any,
+    **others: object,
 ) -> None:
     """Load weights. See :func:`syncprims.training.load_checkpoint_in_model`.
 
@@ -86,7 +86,7 @@ class Checkpointing:
     preparation: Preparation
     use_stateful_dataloader: bool
 
-    def _start_saving(self, project_dir: Any, project: Any) -> None:
+    def _start_saving(self, project_dir: Directory, project: Any) -> None:
         #: the directories, the number of checkpoints that are kept, the next one's least number
         self.project_configuration: Any = project or ProjectConfiguration(project_dir)
         of_nodes, call = self.project_configuration.save_on_each_node, "save_on_each_node=True"
@@ -97,8 +97,8 @@ class Checkpointing:
         self._before_saving: OrderedDict[int, SaveHook] = OrderedDict()
         self._before_loading: OrderedDict[int, LoadHook] = OrderedDict()
 
-    project_dir: Any = delegated("project_configuration.project_dir", "The project's directory.")
-    logging_dir: Any = delegated("project_configuration.logging_dir", "Where trackers may write.")
+    project_dir: Directory = delegated("project_configuration.project_dir", "That of the project.")
+    logging_dir: Directory = delegated("project_configuration.logging_dir", "That of trackers.")
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write `obj` to the file `f` on rank 0, completely or not at all; others return at once.
@@ -125,7 +125,7 @@ class Checkpointing:
         """Return the model's state, under the names it had before `prepare`."""
         return (unwrap_model(model) if unwrap else model).state_dict()
 
-    def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
+    def register_for_checkpointing(self, *objects: Stateful, **named: Stateful) -> None:
         """Make :meth:`save_state` and :meth:`load_state` include these objects, too.
 
         Each is saved under its name; objects without one are ``registered_0`` and so on, in order.

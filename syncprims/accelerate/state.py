@@ -48,7 +48,7 @@ def _answer(function: Callable[[], R], meaning: str) -> R:
 class RankCalls:
     """Which rank this is, and the calls that ranks make together: of a state and of a job."""
 
-    device: Any  #: the device of this rank
+    device: torch.device  #: the device of this rank
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -102,7 +102,7 @@ class RankCalls:
         decorator = syncprims.on_local_rank(local_process_index)
         return decorator if function is None else decorator(function)
 
-    def print(self, *args: Any, **options: Any) -> None:
+    def print(self, *args: object, **options: object) -> None:
         """Print once per node."""
         syncprims.print_main(*args, local=True, **options)
 
@@ -142,7 +142,7 @@ class PartialState(RankCalls):
         lines = [f"{name.replace('_', ' ').capitalize()}: {getattr(self, name)}" for name in names]
         return "\n".join([f"Distributed environment: {self.distributed_type}", *lines, ""])
 
-    def destroy_process_group(self, group: Any = None) -> None:
+    def destroy_process_group(self, group: object = None) -> None:
         """Do nothing: the world, and a process group with it, end with the program."""
 
     @classmethod
@@ -177,7 +177,7 @@ def state_of_job(accumulator: Accumulator, device: torch.device) -> AcceleratorS
 class GradientState:
     """The window and the loader that the latest job, or that of `accumulator`, is in."""
 
-    def __init__(self, plugin: Any = None, *, accumulator: Accumulator | None = None) -> None:
+    def __init__(self, plugin: object = None, *, accumulator: Accumulator | None = None) -> None:
         job = accumulator or syncprims.current().extras.get(_JOB)
         if job is None:
             raise RuntimeError("make an Accelerator before a GradientState")

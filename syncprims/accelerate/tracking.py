@@ -7,12 +7,14 @@ import importlib
 import json
 import logging
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import syncprims
 
+from .configuration import Directory as _Directory
 from .utils import find_name as _find_name
 
 
@@ -24,7 +26,7 @@ class GeneralTracker:
     main_process_only = True  #: only rank 0 calls it
     tracker: Any = None  #: the object of the tracker's own library
 
-    def __init__(self, run_name: str = "", logging_dir: Any = None, **options: Any) -> None:
+    def __init__(self, run_name: str = "", logging_dir: Any = None, **options: object) -> None:
         self.run_name = run_name
         self.logging_dir = logging_dir
         self.options = options
@@ -96,7 +98,7 @@ class WandBTracker(GeneralTracker):
 
     def start(self) -> None:
         """Begin the run."""
-        self._wandb: Any = importlib.import_module("wandb")
+        self._wandb = importlib.import_module("wandb")
         self.run: Any = self._wandb.init(project=self.run_name, **self.options)
         self.tracker: Any = self.run
 
@@ -172,10 +174,10 @@ class _Silent:
 class Tracking:
     """The part of an Accelerator that logs."""
 
-    logging_dir: Any
+    logging_dir: _Directory
 
-    def _start_tracking(self, log_with: Any) -> None:
-        given: Any = log_with if isinstance(log_with, list | tuple) else [log_with]
+    def _start_tracking(self, log_with: object) -> None:
+        given: Sequence[object] = log_with if isinstance(log_with, list | tuple) else [log_with]
         self.trackers: list[Any] = []  #: that are made, those by name after :meth:`init_trackers`
         self.log_with: list[Any] = []  #: the names of trackers that are not made yet
         for tracker in given:

@@ -75,7 +75,7 @@ def reduce(tensor: object, reduction: _gathering.Reduction = "mean", scale: floa
 
 
 def send_to_device(
-    tensor: Any,
+    tensor: object,
     device: torch.device | str | int,
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
@@ -165,7 +165,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
         torch.cuda.empty_cache()
 
 
-def release_memory(*objects: Any) -> list[None]:
+def release_memory(*objects: object) -> list[None]:
     """Free unused memory, and return a None for each object: assign them to its names."""
     clear_device_cache(garbage_collection=True)
     return [None for _ in objects]

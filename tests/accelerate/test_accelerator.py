@@ -281,7 +281,7 @@ def test_checkpoints_of_a_project_and_elsewhere(tmp_path: Path) -> None:
     job.project_configuration.set_directories(tmp_path / "other")
     assert (job.project_dir, job.save_iteration) == (tmp_path / "other", 8)
     with pytest.raises(TypeError, match="'registered_0' is a int: it has no state_dict"):
-        job.register_for_checkpointing(1, "x")
+        job.register_for_checkpointing(1, "x")  # type: ignore[arg-type]
 
 
 @alone
