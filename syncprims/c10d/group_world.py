@@ -16,7 +16,7 @@ from syncprims.errors import ConfigurationError
 from .torch_internals import NAME, dist, find_backing_store, is_rendezvous_replaced
 
 
-def join_group_world(store: Any, rank: int, world_size: int) -> tuple[RunningWorld, bool]:
+def join_group_world(store: object, rank: int, world_size: int) -> tuple[RunningWorld, bool]:
     """Return the world of a default process group, and whether it was started for that.
 
     It is the one that runs. If there is none, it is started: by the environment, if that names a
@@ -42,7 +42,7 @@ def join_group_world(store: Any, rank: int, world_size: int) -> tuple[RunningWor
     return world, started
 
 
-def _keep_server(store: Any) -> None:
+def _keep_server(store: object) -> None:
     """Keep the server of the store until this process ends.
 
     Otherwise a rank that initializes again could meet the server of the group before, which is
@@ -66,7 +66,7 @@ def make_variables(store: Any, rank: int, world_size: int) -> dict[str, str]:
     }
 
 
-def _start(store: Any, rank: int, world_size: int) -> RunningWorld:
+def _start(store: object, rank: int, world_size: int) -> RunningWorld:
     """Start a world of the ranks that share `store`: at its server, if it has one."""
     variables = make_variables(store, rank, world_size)
     server = find_backing_store(store)

@@ -67,7 +67,7 @@ def _collective(title: str, tensors: int = 1, shown: int = 0) -> Callable[[M], M
     def decorate(method: M) -> M:
         @_recorded(title, shown)
         @functools.wraps(method)
-        def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
+        def call(self: SyncProcessGroup, *args: object, **named: object) -> Any:
             options = self.read_options(*args[tensors:], *named.values())
             method(self, options, *args[:tensors])
             return finished_work(_listed(args[0]) if tensors else None)
@@ -86,7 +86,7 @@ def _recorded(title: str, shown: int = 0) -> Callable[[M], M]:
     def decorate(method: M) -> M:
         @internals.keep_from_compiler
         @functools.wraps(method)
-        def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
+        def call(self: SyncProcessGroup, *args: object, **named: object) -> Any:
             try:
                 if internals.needs_dispatcher(args):
                     several = method.__name__.endswith("_single") and isinstance(args[0], list)
@@ -248,7 +248,7 @@ class SyncProcessGroup(ProcessGroup):
         seconds = None if timeout is None else self._seconds(timeout)
         return self._timeout if seconds is None else seconds
 
-    def read_options(self, *given: Any) -> _Options:
+    def read_options(self, *given: object) -> _Options:
         """Read what c10d gives: objects with options, or single values, in any order."""
         op = root = timeout = None
         for value in given:
@@ -398,7 +398,7 @@ class SyncProcessGroup(ProcessGroup):
                     values.broadcast(self._rounds, note, None, src, out, options.limit)
 
     @_collective("all_gather", 2, 1)
-    def allgather(self, options: _Options, outputs: Any, inputs: Any) -> None:
+    def allgather(self, options: _Options, outputs: object, inputs: object) -> None:
         """Fill the lists of outputs with the inputs of all members, by rank."""
         for rooms, mine in _pairs(outputs, inputs):
             self._gather(self._note("all_gather", describe([mine])), options, mine, rooms)
@@ -412,7 +412,7 @@ class SyncProcessGroup(ProcessGroup):
             self._gather(note, options, mine, rooms)
 
     @_collective("gather", 2, 1)
-    def gather(self, options: _Options, outputs: Any, inputs: Any) -> None:
+    def gather(self, options: _Options, outputs: object, inputs: object) -> None:
         """Fill the outputs of the root with the inputs of all members."""
         (mine,) = _listed(inputs)
         note = self._note("gather", describe([mine]), options.root)
@@ -434,7 +434,7 @@ class SyncProcessGroup(ProcessGroup):
         values.gather(self._rounds, note, items_of(mine), options.limit, self._by_index(outs))
 
     @_collective("_all_gather_base", 2, 1)
-    def all_gather_single(self, options: _Options, outputs: Any, inputs: Any) -> None:
+    def all_gather_single(self, options: _Options, outputs: object, inputs: object) -> None:
         """Fill each output with the inputs of all members, one after the other."""
         for output, mine in zip(_listed(outputs), _listed(inputs), strict=True):
             note = self._note("all_gather_into_tensor", describe([mine]))
@@ -450,7 +450,7 @@ class SyncProcessGroup(ProcessGroup):
         return [items[k * size : (k + 1) * size] for k in range(len(self._ranks))]
 
     @_collective("scatter", 2, 1)
-    def scatter(self, options: _Options, outputs: Any, inputs: Any) -> None:
+    def scatter(self, options: _Options, outputs: object, inputs: object) -> None:
         """Fill the output with the input that the root has for this rank."""
         (output,) = _listed(outputs)
         note = self._note("scatter", describe([output]), options.root)
@@ -464,7 +464,7 @@ class SyncProcessGroup(ProcessGroup):
             self._exchange(note, options, parts, rooms)
 
     @_collective("reduce_scatter", 2, 1)
-    def reduce_scatter(self, options: _Options, outputs: Any, inputs: Any) -> None:
+    def reduce_scatter(self, options: _Options, outputs: object, inputs: object) -> None:
         """Fill the outputs with the reduction of what all members have for this rank."""
         for parts, output in _pairs(inputs, outputs):
             note = self._note("reduce_scatter", describe(parts), None, options.op)
@@ -472,7 +472,7 @@ class SyncProcessGroup(ProcessGroup):
             self._reduce_scatter(note, options, output, [items_of(part) for part in parts])
 
     @_collective("_reduce_scatter_base", 2, 1)
-    def reduce_scatter_single(self, options: _Options, outputs: Any, inputs: Any) -> None:
+    def reduce_scatter_single(self, options: _Options, outputs: object, inputs: object) -> None:
         """Fill each output with the reduction of the parts that all members have for this rank."""
         for output, mine in zip(_listed(outputs), _listed(inputs), strict=True):
             note = self._note("reduce_scatter_tensor", describe([mine]), None, options.op)
@@ -618,12 +618,12 @@ def _destroyed(name: str, ranks: Sequence[int]) -> SyncError:
     )
 
 
-def _listed(tensors: Any) -> list[Any]:
+def _listed(tensors: object) -> list[Any]:
     """Return the tensors as a list; c10d gives one, or a list."""
     return list(tensors) if isinstance(tensors, list | tuple) else [tensors]
 
 
-def _nested(tensors: Any) -> list[Any]:
+def _nested(tensors: object) -> list[Any]:
     """Return one list of tensors; c10d gives it as it is, or in a list of one."""
     found = _listed(tensors)
     return _listed(found[0]) if found and isinstance(found[0], list | tuple) else found

@@ -14,7 +14,7 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
@@ -126,7 +126,7 @@ def _call_instead(name: str, cls: type[Any], ours: Callable[[Any], None]) -> Non
     if original is None:
         return
 
-    def call(group: Any, *args: Any) -> None:
+    def call(group: object, *args: object) -> None:
         if isinstance(group, cls):
             ours(group)
         else:
@@ -142,7 +142,7 @@ def with_old_names(cls: C) -> C:
     return cls
 
 
-def finished_work(result: Any = None) -> Any:
+def finished_work(result: object = None) -> Any:
     """Return the handle of a call that is over, with its future.
 
     `_create_work_from_future`: the only `Work` that torch's C++ code takes over with its result
@@ -165,7 +165,7 @@ def _reductions() -> dict[Any, str]:
     return {op: ours.get(name, name) for op, name in names.items() if name != "premul_sum"}
 
 
-def reduction_of(given: Any) -> str:
+def reduction_of(given: object) -> str:
     """Return our name of a reduction.
 
     A `ReduceOp` of an options object is a wrapper around the enumeration, with the `op` in it.
@@ -205,7 +205,7 @@ def _has_subclass(tensors: Sequence[Any]) -> bool:
     return False
 
 
-def flattened(tensors: Any) -> list[Any]:
+def flattened(tensors: object) -> list[Any]:
     """Return the tensors of a list of lists."""
     if not isinstance(tensors, list | tuple):
         return [tensors]
@@ -224,7 +224,7 @@ class _PlainCall(_Mode):  # type: ignore[misc]
         self.works: list[Any] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         from torch._subclasses.fake_tensor import FakeTensor
 
@@ -251,7 +251,7 @@ def call_by_dispatcher(
     from torch._C import _distributed_c10d
 
     fake = _find(_distributed_c10d, "FakeProcessGroup")
-    make: Any = getattr(fake, "_create_internal", fake)  # in older versions, the class itself
+    make = getattr(fake, "_create_internal", fake)  # in older versions, the class itself
     place = group.rank(), group.size()
     double, kind = dist.ProcessGroup(*place), dist.ProcessGroup.BackendType.CUSTOM
     for device in _DEVICES:
@@ -281,7 +281,7 @@ def _kind_of_backends(kind: Any) -> Any:
     return type(kind.__name__, (kind, dist.DistBackendError), names)
 
 
-def _restore(kind: Any, message: str, facts: dict[str, Any]) -> SyncError:
+def _restore(kind: object, message: str, facts: dict[str, Any]) -> SyncError:
     error: SyncError = _kind_of_backends(kind)(message, **facts)
     return error
 
@@ -301,16 +301,15 @@ def keep_from_compiler(method: M) -> M:
     which takes a second. `set_code_exec_strategy` (2.13) marks the code with all that it calls.
     `skip_code` (2.6) marks its own frame only: there, no compiler is set for the frames below it.
     """
-    internals: Any = torch
-    frames: Any = internals._C._dynamo.eval_frame
+    frames = _internals._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):
         skip = frames._FrameAction.SKIP
-        code: Any = cast("Any", method).__code__
+        code = cast("Any", method).__code__
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
         return method
 
     @functools.wraps(method)
-    def call(*args: Any, **options: Any) -> Any:
+    def call(*args: object, **options: object) -> Any:
         compiler = frames.set_eval_frame(None)
         try:
             return method(*args, **options)
@@ -420,7 +419,7 @@ def replaced_rendezvous(
     not say (2.0 and newer).
     """
 
-    def meet(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
+    def meet(url: str, rank: int = -1, world_size: int = -1, **_: object) -> Iterator[Any]:
         yield rendezvous(url, rank, world_size)
 
     return replaced((c10d(), "rendezvous", meet))
@@ -435,7 +434,7 @@ def replaced_init_barrier(
     store again and again until *real* time has passed. `call` is the call that makes the group.
     """
 
-    def barrier(rank: int, store: Any, name: str, count: int, *_: Any, **__: Any) -> None:
+    def barrier(rank: int, store: object, name: str, count: int, *_: object, **__: object) -> None:
         world = c10d()._world
         # None: this rank makes a group in which it is no member.
         group = next((made for made, known in world.pg_names.items() if known == name), None)
@@ -460,11 +459,9 @@ def before_new_group(
     """
     original = _find(c10d(), "_new_process_group_helper")
 
-    def make(
-        size: Any, rank: Any, ranks: Any, backend: Any, store: Any, name: Any, *args: Any, **kw: Any
-    ) -> Any:
-        check(str(name), [*ranks])
-        return original(size, rank, ranks, backend, store, name, *args, **kw)
+    def make(size: int, rank: int, ranks: Iterable[int], *rest: Any, **kw: Any) -> Any:
+        check(str(rest[2]), [*ranks])  # a name, behind the backend and the store
+        return original(size, rank, ranks, *rest, **kw)
 
     return replaced((c10d(), "_new_process_group_helper", make))
 
