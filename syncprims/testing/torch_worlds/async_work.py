@@ -9,7 +9,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -81,7 +81,7 @@ class _DeferredWork(Work):
         return self._work.result()
 
 
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value.data
@@ -91,7 +91,7 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def call(*args: Any, **named: Any) -> Any:
+    def call(*args: object, **named: object) -> Any:
         is_async = named.get("async_op") or any(arg is True for arg in args)
         # Torch's own code waits in C++, or knows that it need not.
         if not is_async or sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):  # pyright: ignore[reportPrivateUsage]

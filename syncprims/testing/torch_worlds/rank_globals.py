@@ -122,7 +122,7 @@ _WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")
 
 
 def _warning_default(name: str, rank: int) -> Any:
-    value: Any = vars(warnings)[name]
+    value = vars(warnings)[name]
     return list(value) if name == "filters" else value
 
 
@@ -185,7 +185,7 @@ def _environment(environs: Sequence[Mapping[str, str]]) -> _Part:
         pairs = environs[rank].items()
         return {environ.encodekey(name): environ.encodevalue(value) for name, value in pairs}
 
-    def load(kept: Any) -> None:
+    def load(kept: dict[bytes, bytes]) -> None:
         before, environ._data = environ._data, kept
         for name in before.keys() | kept.keys():
             value = kept.get(name)
@@ -265,10 +265,10 @@ def _numpy_random() -> _Part:
         # To read the whole state takes 25 us, and few programs use it.
         if loaded and memory and loaded == (bits, memory, None):
             return loaded
-        state: Any = _numpy.get_state(legacy=False)
+        state = _numpy.get_state(legacy=False)
         return _NumpyState(bits, memory, state if state["has_gauss"] else None)
 
-    def load(kept: Any) -> None:
+    def load(kept: _NumpyState) -> None:
         nonlocal loaded
         _numpy.set_bit_generator(kept.bits)  # there is no second number then
         if kept.whole is not None:

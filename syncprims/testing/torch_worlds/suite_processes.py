@@ -58,7 +58,7 @@ _LOG = "log"  # a line for each group: why it was left to torch, or nothing
 class _Popen(_standard.popen_forkserver.Popen):  # type: ignore[misc]
     """Starts a process as a fork of the server, with this process's variables and streams."""
 
-    def _launch(self, process: Any) -> None:
+    def _launch(self, process: object) -> None:
         for stream in (1, 2):
             self.duplicate_for_child(stream)  # the child has them first
         super()._launch(process)
@@ -73,7 +73,7 @@ class SuiteProcesses(Suites):
         self._folder = self._undo.enter_context(scratch_directory("suites"))
         (self._folder / _LOG).touch()
 
-        def run(process: Any, *args: Any, **named: Any) -> Any:
+        def run(process: object, *args: object, **named: object) -> Any:
             if not _kept:
                 _serve(self._folder)
             try:
@@ -85,7 +85,7 @@ class SuiteProcesses(Suites):
 
         bootstrap = self._replace(_standard.process.BaseProcess, "_bootstrap", run)
 
-        def launch(popen: Any, process: Any) -> None:
+        def launch(popen: object, process: object) -> None:
             import_lazy_modules()  # else each forked process would
             fork(popen, process)
 
@@ -100,13 +100,13 @@ class SuiteProcesses(Suites):
             key = getattr(_server, "_forkserver_authkey", None)  # Python 3.14 and newer
             return {**data(name), "environ": dict(os.environ), "server_key": key}
 
-        data: Any = self._replace(_standard.spawn, "get_preparation_data", prepare)
+        data = self._replace(_standard.spawn, "get_preparation_data", prepare)
         self._undo.callback(_end_server)
 
     def _leave_spawned(self) -> None:
         """Leave processes to themselves that would be spawned: a fork could use no GPU."""
 
-        def launch(popen: Any, process: Any) -> None:
+        def launch(popen: object, process: object) -> None:
             why = "a process that may use a GPU (CUDA_VISIBLE_DEVICES= hides them)"
             self.left_alone[why] += 1
             spawn(popen, process)
@@ -224,7 +224,7 @@ def _serve(folder: Path) -> None:
     ours = module._new_process_group_helper
 
     def make(
-        size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kw: Any
+        size: int, rank: int, ranks: object, backend: object, store: object, *args: Any, **kw: Any
     ) -> Any:
         if ranks:
             helper = ours if runtime.find_world() is not None else of_torch
@@ -243,7 +243,7 @@ def _serve(folder: Path) -> None:
     module._new_process_group_helper = make
     exit_ = sys.exit
 
-    def report_and_exit(status: Any = None, /) -> NoReturn:
+    def report_and_exit(status: str | int | None = None, /) -> NoReturn:
         """Report what a launcher has caught, where it exits; a mere consequence comes later.
 
         Launchers show the failure of the process that ends first.
@@ -263,7 +263,7 @@ def _log(folder: Path, line: str) -> None:
         log.write(f"{line}\n")
 
 
-def _join(folder: Path, store: Any, rank: int, size: int) -> _WorldStore:
+def _join(folder: Path, store: object, rank: int, size: int) -> _WorldStore:
     """Start a world of the ranks that share `store`, and return a store of this world."""
     variables = {**make_variables(store, rank, size), "SYNCPRIMS_DIR": str(folder)}
     world = runtime.join_as(variables)

@@ -45,7 +45,7 @@ _COMMANDS = "torchrun", "torch.distributed.", "accelerate launch", "deepspeed"
 class _Exited(Exception):
     """A rank has called ``sys.exit`` with a code."""
 
-    def __init__(self, code: Any) -> None:
+    def __init__(self, code: object) -> None:
         super().__init__(code)
         self.code = code
 
@@ -90,7 +90,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _copier(objects: Any, *, spawned: bool) -> Callable[[], Any]:
+def _copier(objects: object, *, spawned: bool) -> Callable[[], Any]:
     """Return what makes a copy as a process would have it; no copy of what has no pickle."""
     file = io.BytesIO()
     copier = _Copier(file, spawned=spawned)
@@ -110,7 +110,7 @@ class Suites:
         self._undo = contextlib.ExitStack()
         self.close: Callable[[], None] = self._undo.close  #: puts all back
 
-        def start(process: Any, args: Any, *rest: Any, **named: Any) -> None:
+        def start(process: object, args: Any, *rest: object, **named: object) -> None:
             line = args if isinstance(args, str) else " ".join(map(str, args))
             if any(command in line for command in _COMMANDS):
                 self.left_alone["a command that starts its ranks itself"] += 1
@@ -126,7 +126,7 @@ class Suites:
         """Return how many launches were served, and why others were not."""
         return [f"{n} left to its own launcher: {why}" for why, n in self.left_alone.items()]
 
-    def _replace(self, owner: Any, name: str, function: Any) -> Any:
+    def _replace(self, owner: object, name: str, function: object) -> Any:
         """Replace ``owner.name``, and return the old value."""
         before = vars(owner)[name]
         self._undo.enter_context(replaced((owner, name, function)))
@@ -143,7 +143,7 @@ class SuiteThreads(Suites):
         self._serve_start_processes()
         self._serve_elastic_launch()
 
-        def start(process: Any) -> None:
+        def start(process: object) -> None:
             if self._counts:
                 self.left_alone["a process that no adapter has started"] += 1
             before(process)
@@ -264,7 +264,7 @@ class SuiteThreads(Suites):
 
     def start(self) -> None:
         """Serve these, if the suite has imported them: the import changes settings of torch."""
-        base: Any = sys.modules.get("torch.testing._internal.common_distributed")
+        base = sys.modules.get("torch.testing._internal.common_distributed")
         if base is None:
             return
         skips = {skip.exit_code: skip.message for skip in base.TEST_SKIPS.values()}
@@ -272,7 +272,7 @@ class SuiteThreads(Suites):
         def join_processes(case: Any, fn: Any) -> None:
             name, cls = case._current_test_name(), type(case)
 
-            def run_test(mine: Any, name: str, _: None) -> None:
+            def run_test(mine: object, name: str, _: None) -> None:
                 """Run it without a pipe to the parent process."""
                 if hasattr(base, "common_utils"):  # torch 2.6 does not do this
                     base.common_utils.set_rng_seed()
@@ -335,7 +335,7 @@ class SuiteThreads(Suites):
 
             self._run_test(program, ranks, skips, "Thread")
 
-        def spawn_threads(case: Any) -> None:
+        def spawn_threads(case: object) -> None:
             """Start none: the test starts a world when it runs."""
 
         self._replace(base, "_spawn_threads", spawn_threads)
@@ -348,7 +348,7 @@ class SuiteThreads(Suites):
             def program(name: str, rank: int) -> None:
                 places = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
                 own: Any = type(cls.__name__, (cls,), {**places, "rank": rank})
-                dist: Any = importlib.import_module("torch.distributed")
+                dist = importlib.import_module("torch.distributed")
                 dist.init_process_group(own.backend_str(), timeout=own.timeout)
                 own.pg = dist.group.WORLD
                 try:
@@ -413,7 +413,7 @@ def _rank_of(error: BaseException) -> int:
 
 
 def _raise_child_failed(error: Exception) -> NoReturn:
-    errors: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+    errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
     rank = _rank_of(error)
     failure = errors.ProcessFailure(rank, os.getpid(), 1, "<N/A>")
     failure.message = "".join(traceback.format_exception(error))
@@ -421,6 +421,6 @@ def _raise_child_failed(error: Exception) -> NoReturn:
 
 
 def _destroy_groups() -> None:
-    dist: Any = importlib.import_module("torch.distributed")
+    dist = importlib.import_module("torch.distributed")
     if dist.is_initialized():
         dist.destroy_process_group()
