@@ -8,7 +8,7 @@ import pickle
 import sys
 import traceback
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import NamedTuple, TypeGuard, cast
 
 from syncprims.errors import CollectiveMismatch, SyncError
 
@@ -113,7 +113,7 @@ class PackedException(NamedTuple):
     def _rebuild(self) -> BaseException:
         """Return an exception of this type and text without calling its constructor."""
         with contextlib.suppress(Exception):
-            cls: Any = attrgetter(self.name)(sys.modules[self.module])
+            cls = attrgetter(self.name)(sys.modules[self.module])
             if self.members:
                 return cast("BaseException", cls(self.text, [m.unpack() for m in self.members]))
             if self.module == _PYTESTS:

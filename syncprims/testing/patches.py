@@ -54,7 +54,7 @@ def undone_at_end(*, own_environ: bool) -> Generator[None]:
     """
     _patched.append({})
     _own_environ.append(own_environ)
-    mock: Any = sys.modules.get("unittest.mock")
+    mock = sys.modules.get("unittest.mock")
     if mock is not None:  # what a rank has only started is not to be stopped later
         _note(mock._patch, "_active_patches", False, mock._patch._active_patches)
         mock._patch._active_patches = []
@@ -85,14 +85,14 @@ def _put(owner: Any, name: Any, item: bool, value: Any) -> None:
         owner.__delitem__(name) if item else delattr(owner, name)
 
 
-def _note(owner: Any, name: Any, item: bool, before: Any) -> None:
+def _note(owner: object, name: object, item: bool, before: object) -> None:
     if owner is not os.environ or not _own_environ[-1]:
         _patched[-1].setdefault((id(owner), name), (owner, item, before))
 
 
 def _find_functions() -> list[tuple[Any, str, Any]]:
     found: list[tuple[Any, str, Any]] = []
-    mock: Any = sys.modules.get("unittest.mock")
+    mock = sys.modules.get("unittest.mock")
     if mock is not None:
         enter, patch_dict = mock._patch.__enter__, mock._patch_dict._patch_dict
 
@@ -111,7 +111,7 @@ def _find_functions() -> list[tuple[Any, str, Any]]:
 
         found += [(mock._patch, "__enter__", enter_noted)]
         found += [(mock._patch_dict, "_patch_dict", patch_noted)]
-    pytests: Any = sys.modules.get("_pytest.monkeypatch")
+    pytests = sys.modules.get("_pytest.monkeypatch")
     if pytests is not None:
         found += [_noting(pytests, name) for name in ("setattr", "delattr", "setitem", "delitem")]
     return found

@@ -164,7 +164,7 @@ def _worlds(mark: pytest.Mark) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _several(value: Any) -> Sequence[Any]:
+def _several(value: object) -> Sequence[Any]:
     return list(cast("Sequence[Any]", value)) if isinstance(value, list | tuple) else [value]
 
 

@@ -326,7 +326,7 @@ def _open_journal(path: Path) -> Callable[[str, Any], None]:
     """Return a function that appends an event to the journal of this rank."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
-    def write(event: str, fact: Any) -> None:
+    def write(event: str, fact: object) -> None:
         data = pickle.dumps((event, fact))
         while data:
             data = data[os.write(fd, data) :]

@@ -76,7 +76,7 @@ class _RankStream:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.replaced: Any = getattr(sys, name)
+        self.replaced = getattr(sys, name)
 
     def write(self, text: str) -> int:
         writer = current_writer.get()
