@@ -25,7 +25,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(formatter_class=formatter, allow_abbrev=False, **options)
 
     def parse_args(  # type: ignore[override] # pyright: ignore[reportIncompatibleMethodOverride]
-        self, args: Sequence[str] | None = None, namespace: Any = None
+        self, args: Sequence[str] | None = None, namespace: None = None
     ) -> argparse.Namespace:
         """Parse a command line; nothing in it may be unknown."""
         options: argparse.Namespace
@@ -36,7 +36,7 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return options
 
-    def _print_message(self, message: str, file: Any = None) -> None:
+    def _print_message(self, message: str, file: object = None) -> None:
         say(message, file or sys.stderr)
 
     def error(self, message: str) -> NoReturn:

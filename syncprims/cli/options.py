@@ -303,7 +303,7 @@ def _parse(path: Path) -> dict[str, Any]:
         what = f"{path} cannot be read: {error}"
         raise ConfigurationError(f"{what}; docs/command-line.md shows such a file") from error
     try:
-        parser: Any = importlib.import_module(_PARSERS[path.suffix])
+        parser = importlib.import_module(_PARSERS[path.suffix])
         read = parser.safe_load if path.suffix in (".yaml", ".yml") else parser.loads
         values: object = read(text)
     except ImportError:

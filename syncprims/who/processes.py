@@ -191,7 +191,7 @@ def _python_line(program: str, pid: int) -> str:
     command = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_STACK_TIMEOUT, check=False)
-        threads: Any = json.loads(done.stdout)
+        threads = json.loads(done.stdout)
         main = next((one for one in threads if one["thread_name"] == "MainThread"), threads[0])
         line = innermost(main["frames"])
         leaf = main["frames"][0]

@@ -202,7 +202,7 @@ class WorldReader:
     def _report(self, name: str, count: int, number: int) -> description.HostReport:
         """Return what this host knows of the others that it waits for in this round."""
         # Only such a backend has several hosts.
-        host_state: Any = import_module("syncprims.backends.torch.host_state")
+        host_state = import_module("syncprims.backends.torch.host_state")
         try:
             with self._opened(name + host_state.OF_HOST) as fd:
                 if memory.read_header(fd)[0] == host_state.MAGIC:
@@ -320,13 +320,13 @@ def add_other_hosts(
 
 def _read_others(view: WorldView) -> dict[int, description.RankDescription]:
     # Only such a backend has several hosts.
-    stores: Any = import_module("syncprims.backends.torch.store")
-    decisions: Any = import_module("syncprims.backends.torch.decisions")
+    stores = import_module("syncprims.backends.torch.store")
+    decisions = import_module("syncprims.backends.torch.decisions")
     host, port, prefix, key, _ = view.store
     ranks = [rank for rank in range(view.world_size) if rank not in view.states]
     endpoint = stores.StoreEndpoint(host, port, prefix, _STORE_TIMEOUT)
 
-    def read(store: Any) -> list[bytes]:
+    def read(store: object) -> list[bytes]:
         return [decisions.read_key(store, f"{key}/{rank}") for rank in ranks]
 
     link = stores.StoreLink("who", endpoint.connect, await_served=endpoint.await_served)
