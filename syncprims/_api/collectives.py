@@ -128,7 +128,7 @@ def barrier(
     """
     members = get_active_group(timeout) if group is None else _checked(group)
     # As the Group's method does; without that call a barrier of one is twice as fast.
-    if members.is_silent and name is None and timeout is None and not device:
+    if members._internals.is_silent and name is None and timeout is None and not device:  # pyright: ignore[reportPrivateUsage]
         return
     members.barrier(name, timeout=timeout, device=device)
 

@@ -13,7 +13,7 @@ from typing import Any
 from syncprims._data import codec
 from syncprims._protocol.rounds import PendingRound
 from syncprims._protocol.validation import Seconds, require, seconds, whole_number
-from syncprims._world.group import Group
+from syncprims._world.group import Group, internals_of
 from syncprims._world.runtime import get_active_group, get_extras, get_stop_note
 from syncprims.errors import signal_name
 from syncprims.interface import Mark, Note
@@ -77,9 +77,10 @@ class Trigger:
         group = get_active_group()
         if self._set_in is group:
             return True
-        rounds = group.rounds
+        own = internals_of(group)
+        rounds = own.rounds
         before = self._before
-        if self._set_in is not None and self._set_in.rounds.closed is not None:
+        if self._set_in is not None and internals_of(self._set_in).rounds.closed is not None:
             self._set_in = None  # that world is over: the ranks of this one need not know
             self._set.setdefault("reason", (self.reason,))
         elif before is not None and before[0] is not group and before[2] is not None:
@@ -87,7 +88,7 @@ class Trigger:
         why = None
         try:
             note = rounds.note("trigger", self._name)
-            if group.arrived is not None and group.arrived():
+            if own.arrived is not None and own.arrived():
                 note = Note(note.label, Mark.MORE)
             # In two steps: an exception of a signal handler between them finds the flag in `why`.
             why = self._set.get("reason")
@@ -97,15 +98,15 @@ class Trigger:
                 note = Note(note.label, Mark.YES, codec.encode([why[0], self._deadlines]))
             self._group = group
             if not self._lag:
-                return rounds.meet(note, group.timeout, self._read)
+                return rounds.meet(note, own.timeout, self._read)
             # The check before may be of another group or world: then this is the first one here.
             earlier = before[1] if before is not None and before[0] is group else None
 
             def check() -> bool:
-                pending = rounds.post_deferred(note, group.timeout)
+                pending = rounds.post_deferred(note, own.timeout)
                 self._before = group, pending, why
                 return earlier is not None and self._read(
-                    rounds.collect_deferred(earlier, group.timeout)
+                    rounds.collect_deferred(earlier, own.timeout)
                 )
 
             return rounds.atomic_call(note.label, check)

@@ -33,6 +33,15 @@ class CallOptions(TypedDict, total=False):
     timeout: Seconds
 
 
+class GroupInternals:
+    """What the rest of the library needs of a group, beside its methods."""
+
+    rounds: Rounds  #: of this rank
+    timeout: float | None  #: of a call that names none, in seconds
+    arrived: Callable[[], object] | None  #: returns the processes that wait to join, if any may
+    is_silent: bool  #: the plain barrier needs no round: of one, in an open world, not observed
+
+
 class Group:
     """Some ranks that synchronize together: the world, the ranks of one node, or a chosen set.
 
@@ -50,19 +59,16 @@ class Group:
         arrived: Callable[[], object] | None = None,
     ) -> None:
         self.ranks: tuple[int, ...] = tuple(ranks)  #: world ranks of the members, ascending
-        # For the rest of the library: this rank's rounds, and the seconds of a call that names
-        # none; what returns the processes that wait to join, where that can be; and whether the
-        # plain barrier of one member needs no round: in an open world where nothing observes.
-        self.rounds: Rounds = rounds or cast("Rounds", _NoRounds(self.ranks, rank))
-        self.timeout = timeout
-        self.arrived = arrived
-        self.is_silent: bool = rounds is not None and len(self.ranks) == 1 and not rounds.observed
+        self._internals = own = GroupInternals()
+        own.rounds = rounds or cast("Rounds", _NoRounds(self.ranks, rank))
+        own.timeout, own.arrived = timeout, arrived
+        own.is_silent = rounds is not None and len(ranks) == 1 and not rounds.observed
 
     def __repr__(self) -> str:
         return f"<syncprims.Group of ranks {list(self.ranks)}>"
 
     def __enter__(self) -> Group:
-        self.rounds.members  # noqa: B018 - raises for a rank that is not a member
+        self._internals.rounds.members  # noqa: B018 - raises for a rank that is not a member
         entered.set((*entered.get(), self))
         return self
 
@@ -80,10 +86,11 @@ class Group:
         """As :func:`syncprims.barrier`, among the members."""
         if device:
             _wait_for_device()
-        if self.is_silent and name is None and timeout is None:
+        own = self._internals
+        if own.is_silent and name is None and timeout is None:
             return
-        rounds = self.rounds
-        timeout = self.timeout if timeout is None else seconds(timeout)
+        rounds = own.rounds
+        timeout = own.timeout if timeout is None else seconds(timeout)
         rounds.meet(rounds.note("barrier", name), timeout)
 
     def broadcast(
@@ -135,20 +142,21 @@ class Group:
         """As :func:`syncprims.all_reduce`, among the members."""
         if op.__class__ is not str or op not in reduction.OPS:
             op = reduction.check_op(op)
-        rounds = self.rounds
-        limit = self.timeout if timeout is None else seconds(timeout)
+        own = self._internals
+        rounds = own.rounds
+        limit = own.timeout if timeout is None else seconds(timeout)
         note = rounds.note("all_reduce", name, None, op)
         return values.all_reduce(rounds, note, value, op, out, limit)
 
     def any_rank(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.any_rank`, among the members."""
-        rounds = self.rounds
+        rounds = self._internals.rounds
         note = rounds.note("any_rank", name, yes=bool(flag))
         return rounds.meet(note, self._seconds(timeout), _is_any_set)
 
     def all_ranks(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.all_ranks`, among the members."""
-        rounds = self.rounds
+        rounds = self._internals.rounds
         note = rounds.note("all_ranks", name, yes=bool(flag))
         return rounds.meet(note, self._seconds(timeout), _are_all_set)
 
@@ -156,17 +164,17 @@ class Group:
         """As :func:`syncprims.assert_same`, among the members."""
         from syncprims._data import comparison  # not before it is asked for
 
-        rounds = self.rounds
+        rounds = self._internals.rounds
         label = rounds.note("assert_same", name).label
         comparison.assert_same(rounds, label, value, name, self._seconds(timeout))
 
     def main_first(self, name: str | None = None, *, timeout: Seconds = None) -> MainFirst:
         """As :func:`syncprims.main_first`, among the members: the lowest one goes first."""
-        return MainFirst(self.rounds, name, seconds(timeout))
+        return MainFirst(self._internals.rounds, name, seconds(timeout))
 
     def in_turn(self, name: str | None = None, *, timeout: Seconds = None) -> InTurn:
         """As :func:`syncprims.in_turn`, among the members."""
-        return InTurn(self.rounds, name, self._seconds(timeout))
+        return InTurn(self._internals.rounds, name, self._seconds(timeout))
 
     @overload
     def split(self, items: range, *, pad: Literal[False] = False) -> range: ...
@@ -178,14 +186,14 @@ class Group:
     def split(self, items: T, *, pad: bool = False) -> T: ...
     def split(self, items: object, *, pad: bool = False) -> Any:
         """As :func:`syncprims.split`, among the members."""
-        return split(items, self.rounds.index, len(self.ranks), pad=pad)
+        return split(items, self._internals.rounds.index, len(self.ranks), pad=pad)
 
     def _seconds(self, timeout: Seconds) -> float | None:
-        return self.timeout if timeout is None else seconds(timeout)
+        return self._internals.timeout if timeout is None else seconds(timeout)
 
 
 class _NoRounds:
-    """In place of the rounds of a group, for a rank that is not a member."""
+    """In place of the rounds of a group, for a rank that is not a own."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
         self._ranks, self._rank = ranks, rank
@@ -199,6 +207,11 @@ class _NoRounds:
 
 
 # -- for the rest of the library -----------------------------------------------------------------
+
+
+def internals_of(group: Group) -> GroupInternals:
+    """Return what users of `group` do not see."""
+    return group._internals  # pyright: ignore[reportPrivateUsage]
 
 
 def innermost_group() -> Group | None:
@@ -224,7 +237,7 @@ class SharedResult(NamedTuple):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            rounds = self.group.rounds
+            rounds = internals_of(self.group).rounds
             rounds.fail(rounds.note(self.call, self.name, self.src).label, error)
 
     def send(self, result: object) -> Any:
@@ -235,10 +248,10 @@ class SharedResult(NamedTuple):
 def _broadcast(
     group: Group, kind: str, name: str | None, obj: T, src: int, out: object, timeout: Seconds
 ) -> T:
-    rounds = group.rounds
-    note = rounds.note(kind, name, src)
-    limit = group.timeout if timeout is None else seconds(timeout)
-    value: T = values.broadcast(rounds, note, obj, src, out, limit)
+    own = internals_of(group)
+    note = own.rounds.note(kind, name, src)
+    limit = own.timeout if timeout is None else seconds(timeout)
+    value: T = values.broadcast(own.rounds, note, obj, src, out, limit)
     return value
 
 
@@ -246,9 +259,9 @@ def gather_as(
     group: Group, kind: str, obj: T, timeout: Seconds = math.inf, *, name: str | None = None
 ) -> list[T]:
     """Gather under the name of the call `kind`; by default all members wait without a timeout."""
-    rounds = group.rounds
-    note = rounds.note(kind, name)
-    return values.gather(rounds, note, obj, group.timeout if timeout is None else seconds(timeout))
+    own = internals_of(group)
+    limit = own.timeout if timeout is None else seconds(timeout)
+    return values.gather(own.rounds, own.rounds.note(kind, name), obj, limit)
 
 
 # `map`, since a generator takes as long as all the rest of the call.

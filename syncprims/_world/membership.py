@@ -75,7 +75,7 @@ class _Terms(NamedTuple):
 
 def reform(world: RunningWorld, min_ranks: int, timeout: float | None) -> Change:
     """As :func:`syncprims.reform`."""
-    call, now = describe_call(), world.group.rounds.board.now
+    call, now = describe_call(), world.rounds.board.now
     if not world.backend.can_reform:
         raise BackendUnavailable(
             f"reform() does not work on backend {world.backend_name!r}: restart the run from a "
@@ -166,7 +166,7 @@ def await_admission(backend: Backend) -> Epoch:
 
 def join_epoch(world: RunningWorld) -> None:
     """Meet the ranks of the epoch in which this process starts, or of a later one."""
-    now = world.group.rounds.board.now()
+    now = world.rounds.board.now()
     if world.epoch:
         terms = _Terms("init", 1, now, math.inf)
     else:  # it does not go on alone: its run may be over, and it a replacement that comes too late
@@ -180,7 +180,7 @@ class _Vote:
     def __init__(self, world: RunningWorld, terms: _Terms, standing: SyncError) -> None:
         self._world = world
         self._backend = world.backend
-        self._now = world.group.rounds.board.now
+        self._now = world.rounds.board.now
         self._call, least, self._begin, self._deadline = terms
         self._standing = standing  # why the world is over
         self._warn_every = world.settings.warn_after
@@ -201,7 +201,7 @@ class _Vote:
         backend = self._backend
         backend.publish("reform", self._mine)
         warn_at = self._begin + self._warn_every
-        if self._deadline == math.inf and self._world.group.rounds.board.virtual_time:
+        if self._deadline == math.inf and self._world.rounds.board.virtual_time:
             warn_at = math.inf  # such a wait lasts forever
         decision: Epoch | SyncError | None = None
         while decision is None:  # it waits before each look: so a rank that has called is seen
@@ -322,7 +322,7 @@ class _Vote:
         return sorted(map(self._backend.members.index, processes))
 
     def _last_seen(self, rank: int) -> str:
-        label = self._world.group.rounds.board.status(rank).label
+        label = self._world.rounds.board.status(rank).label
         return f"  rank {rank} was last seen in {label or 'no call'}"
 
     def _warn(self, now: float) -> None:

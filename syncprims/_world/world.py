@@ -24,7 +24,7 @@ from syncprims._protocol.validation import whole_number
 from syncprims.errors import ConfigurationError, SyncError
 from syncprims.interface import Backend, Board, Note, Settings, Topology
 
-from .group import Group
+from .group import Group, internals_of
 from .nodes import SaidPlace, identify_host, number_nodes, place_on_nodes, without_nodes
 from .registry import load_offered
 from .sequential import MainFirst, is_waited_for
@@ -234,6 +234,7 @@ class RunningWorld(World):
         self._file_systems: dict[str, list[int]] = {}  # of each rank, by path
         self._at_end = contextlib.ExitStack()  # closed before this rank leaves
         self.group = self._group_of(range(topology.world_size))
+        self.rounds: Rounds = internals_of(self.group).rounds  #: of all ranks
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end(self, error)
@@ -248,7 +249,7 @@ class RunningWorld(World):
                     f"open_process_group() needs torch: {errors.install('torch')}"
                 ) from error
             return True
-        rounds = self.group.rounds
+        rounds = self.rounds
         note = rounds.note("open_process_group")
 
         def open_(sequence: RoundSequence) -> None:
@@ -325,7 +326,7 @@ class RunningWorld(World):
             "SYNCPRIMS_STRICT": self.settings.strict,
             "SYNCPRIMS_CHECK_REPLICAS": self.settings.check_replicas,
         }
-        rounds = self.group.rounds
+        rounds = self.rounds
         trace = recorder.run if recorder is not None else None
         backend = self.backend
         host = ""  # where no backend and no second rank has to know it
@@ -383,7 +384,7 @@ class RunningWorld(World):
                 f"group({members}): a group is made of different ranks from 0 to {size - 1}"
             )
         # Also for a group that exists: else a rank that asks for another one would go unnoticed.
-        rounds = self.group.rounds
+        rounds = self.rounds
         note = rounds.note("group", errors.name_ranks(members))
 
         def make(sequence: RoundSequence) -> Group:
@@ -416,7 +417,7 @@ class RunningWorld(World):
         if key not in self._file_systems:
             from .file_systems import number_file_systems  # what few programs need
 
-            rounds = self.group.rounds
+            rounds = self.rounds
             if is_waited_for(rounds):
                 raise ConfigurationError(
                     f"main_first(at={key!r}): all ranks find out together which hosts share it, "
@@ -440,10 +441,10 @@ class RunningWorld(World):
             inside = {parts[rank] for rank in ranks}
             if len(ranks) != sum(map(parts.count, inside)):
                 return None  # of one part, only some ranks come to the inner block
-            return self._group_of(sorted(map(parts.index, inside))).rounds
+            return internals_of(self._group_of(sorted(map(parts.index, inside)))).rounds
 
         own = [rank for rank, part in enumerate(parts) if part == parts[self.rank]]
-        return MainFirst(self._group_of(own).rounds, name, timeout, first_of_parts)
+        return MainFirst(internals_of(self._group_of(own)).rounds, name, timeout, first_of_parts)
 
     def own_group(self) -> Group:
         """Return the group of this rank alone. Its rounds wait for no other rank."""
@@ -453,13 +454,13 @@ class RunningWorld(World):
         """Make `timeout`, in seconds, the default of every later call of every group."""
         self.timeout = timeout
         for group in self._groups.values():
-            group.timeout = timeout
+            internals_of(group).timeout = timeout
 
     # -- for `reform` ------------------------------------------------------------------------------
 
     def rounds_completed(self) -> int:
         """Return how many rounds of all ranks this one has completed, in all epochs."""
-        return self._rounds_before + self.group.rounds.board.collected
+        return self._rounds_before + self.rounds.board.collected
 
     def set_rounds_completed(self, rounds: int) -> None:
         """Count as many rounds as the rank whose state this one has taken over."""
@@ -467,7 +468,7 @@ class RunningWorld(World):
 
     def have_met(self) -> bool:
         """Return whether all ranks have met in this epoch, whose rounds this rank has left."""
-        board = self.group.rounds.board
+        board = self.rounds.board
         return board.collected > 0 or board.verdict() is None  # a complete round is not broken
 
     def leave_rounds(self, error: SyncError) -> SyncError:
@@ -478,9 +479,9 @@ class RunningWorld(World):
         verdict = errors.dump(error)
         self.backend.abort_process_group()
         groups = [g for g in self._groups.values() if g is not self.group and self.rank in g.ranks]
-        for rounds in (*self._named, *(group.rounds for group in groups)):
+        for rounds in (*self._named, *(internals_of(group).rounds for group in groups)):
             rounds.abort(verdict)
-        return errors.load(self.group.rounds.abort(verdict))
+        return errors.load(self.rounds.abort(verdict))
 
     def begin_epoch(self, epoch: Epoch, topology: Topology, why: Callable[[], SyncError]) -> None:
         """Make this rank one of a new epoch; whatever belongs to the one before raises ``why()``.
@@ -505,9 +506,10 @@ class RunningWorld(World):
     def close(self, why: Callable[[], SyncError]) -> None:
         """Make every later call of every group raise ``why()``."""
         for group in self._groups.values():
-            group.is_silent = False
+            own = internals_of(group)
+            own.is_silent = False
             if self.rank in group.ranks:
-                group.rounds.close(why)
+                own.rounds.close(why)
         for rounds in self._named:
             rounds.close(why)
 

@@ -31,7 +31,7 @@ def _board() -> Board:
 
     The world no longer records this rank's calls.
     """
-    return unprobe(get_world().group.rounds.board)
+    return unprobe(get_world().rounds.board)
 
 
 def _note(name: str = "contract", payload: bytes = b"") -> Note:

@@ -22,6 +22,7 @@ import syncprims as sp
 
 # Equal encodings are equal types; the layouts are slowed down.
 from syncprims._data import codec, layouts, reduction
+from syncprims._world.runtime import get_world
 from syncprims.interface import Label, Mark, Note
 
 KINDS: list[Any] = [3, -2, 0.5, True, 1 << 70, np.float64(0.25), np.True_, np.int64(2**62), 1 + 2j]
@@ -30,7 +31,7 @@ KINDS: list[Any] = [3, -2, 0.5, True, 1 << 70, np.float64(0.25), np.True_, np.in
 def rounds_of(call: Any) -> int:
     """Return how many rounds a call takes, when it has been made before."""
     call()
-    board = sp.current().group.rounds.board
+    board = get_world().rounds.board
     before = board.posted
     call()
     return board.posted - before
@@ -253,7 +254,7 @@ def test_an_array_that_cannot_be_filled_is_the_error_of_one_rank() -> None:
 def test_a_value_that_changes_during_the_call_gives_one_result() -> None:
     value: Any = {"a": [np.zeros(3)], "b": [0]}
 
-    board = sp.current().group.rounds.board
+    board = get_world().rounds.board
     post = board.post
 
     def post_and_change(note: Note) -> None:
@@ -409,7 +410,7 @@ def test_a_value_of_a_known_shape_takes_one_round() -> None:
         lambda: sp.all_reduce({"loss": torch.tensor(0.5), "n": 3}, "mean"),
         lambda: sp.broadcast((np.ones(3), torch.ones(3))),
     ]
-    board = sp.current().group.rounds.board
+    board = get_world().rounds.board
     if board.engine is None:  # else these pass through it, between rounds
         calls += [
             lambda: sp.all_reduce(small, out=into),

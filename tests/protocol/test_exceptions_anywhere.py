@@ -26,6 +26,7 @@ import syncprims as sp
 
 # Behind check_trigger, of which a program has one: here each case has its own.
 from syncprims._api.trigger import SelfClearingTrigger
+from syncprims._world.runtime import get_world
 from syncprims.testing.world_spec import WorldSpec
 from syncprims.testing.worlds import run_once
 
@@ -110,7 +111,7 @@ class Injector:
 
     def __call__(self, call: Callable[[], Any]) -> Any:
         """Return ``call()``, and raise within it only."""
-        self._rounds = sp.current().group.rounds
+        self._rounds = get_world().rounds
         self._posted = self._rounds.board.posted
         sys.setprofile(self._profile)
         sys.settrace(self._trace)

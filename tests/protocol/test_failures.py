@@ -20,6 +20,7 @@ from conftest import in_processes, on_every_rank, several
 from support.rank_worlds import Died, Kind, Ranks, Signs
 
 import syncprims as sp
+from syncprims._world.runtime import get_world
 
 
 def caught(call: Callable[[], Any]) -> sp.SyncError:
@@ -376,7 +377,7 @@ def test_a_call_in_a_signal_handler_breaks_the_group(world: Ranks, tmp_path: Pat
 
     def program() -> Any:
         sp.barrier()
-        board: Any = sp.current().group.rounds.board
+        board: Any = get_world().rounds.board
 
         def handle(*_: object) -> None:
             with pytest.MonkeyPatch.context() as patch:

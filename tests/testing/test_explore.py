@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import syncprims as sp
+from syncprims._world.runtime import get_world
 from syncprims.testing import (
     Kill,
     Raise,
@@ -220,7 +221,7 @@ def test_a_rank_sleeps_in_the_worlds_time() -> None:
     def program() -> float:
         sleep(100.0 * sp.get_rank())
         sp.barrier()
-        board: Any = sp.current().group.rounds.board
+        board: Any = get_world().rounds.board
         return float(board.now())
 
     assert run_world(program, 3) == [200.0] * 3

@@ -206,7 +206,7 @@ def test_two_threads_at_once_are_told_apart(scripts: Scripts) -> None:
         if rank == 0:
             waiting = threading.Thread(target=barrier, args=("first",), name="loader")
             waiting.start()
-            while "first" not in str(current().group.rounds.board.status(get_rank()).label):
+            while "first" not in str(current().rounds.board.status(get_rank()).label):
                 time.sleep(0.001)
             late()
             waiting_for = open("go", "w").close()

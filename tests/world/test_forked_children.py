@@ -73,7 +73,7 @@ import syncprims as sp
 {inspect.getsource(enter)}
 {inspect.getsource(answers)}
 def asleep():
-    board = current().group.rounds.board
+    board = current().rounds.board
     # The round first: from the one before it may still be waking up.
     return board.status(0).rounds > board.collected and board._memory[board._asleep][0]
 
@@ -130,7 +130,7 @@ if rank == 1:  # late, until the child has had its say
     if not LIVES:
         select.select([os.pidfd_open(child)], [], [])
     assert files() == before
-    assert current().group.rounds.board.status(0).state == "alive"
+    assert current().rounds.board.status(0).state == "alive"
 CALL
 assert os.getpid() == pids[rank], "a child passed"
 if rank == 0 and THREAD:

@@ -86,7 +86,7 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
     @contextlib.contextmanager
     def _turn(self, mode: Mode, *keys: str) -> Generator[dict[str, bytes]]:
         """Give up the turn, then return the values, of which these keys are read or written."""
-        board = self._world.group.rounds.board
+        board = self._world.rounds.board
         self._world.background.wait(lambda: True, board.now(), Awaited("a store", [board]))
         self._access(mode, *keys)
         with self._values() as values:
@@ -173,7 +173,7 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
         :raises CollectiveMismatch: if all ranks wait for each other.
         :raises torch.distributed.DistStoreError: after `timeout`, as from other stores.
         """
-        rounds = self._world.group.rounds
+        rounds = self._world.rounds
         label = rounds.note(f"store.{call}", ", ".join(keys)).label
         rank, board = self._world.rank, rounds.board
         begin = board.now()

@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 import torch
 
 from syncprims import CheckpointError, current
-from syncprims._world.group import Group
+from syncprims._world.group import Group, internals_of
 from syncprims._world.runtime import get_active_group, get_world
 
 from . import filesystem
@@ -87,7 +87,7 @@ class Saving:
         current().extras[_KEY] = self
         # First: a signal handler may raise in `start`, and the thread runs on.
         self.begun = True
-        if self._group.rounds.board.virtual_time:
+        if internals_of(self._group).rounds.board.virtual_time:
             self._run()
         else:
             self._thread.start()

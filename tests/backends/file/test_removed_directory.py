@@ -18,6 +18,7 @@ import syncprims as sp
 
 # The backend is imported before the ranks are forked.
 from syncprims._world.registry import load_backend
+from syncprims._world.runtime import get_world
 
 KINDS = [Kind("file", 2), Kind("torch", 2), Kind("torch", 4, hosts=2)]
 on_each = pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -127,7 +128,7 @@ def test_what_needs_a_new_file_says_what_has_happened(what: str, meeting_place: 
 def test_an_object_that_is_removed_on_its_way_is_an_error(meeting_place: Path) -> None:
     def program() -> Any:
         if sp.get_rank() == 0:
-            board: Any = sp.current().group.rounds.board
+            board: Any = get_world().rounds.board
             spill = board._spill
 
             def spill_and_remove(number: int, content: bytes) -> None:

@@ -51,7 +51,7 @@ trigger = Trigger("stop")
 if rank == 2:
     trigger.set("enough")
 seen["trigger"] = trigger.check(), trigger.ranks, trigger.reason
-seen["board"] = type(current().group.rounds.board).__name__
+seen["board"] = type(current().rounds.board).__name__
 report("end", json.dumps(seen))
 """
 
@@ -97,7 +97,7 @@ for turn in range(2):
     sent.wait()
     objects = [None] * 4
     dist.all_gather_object(objects, {"rank": rank})
-    board = type(current().group.rounds.board).__name__
+    board = type(current().rounds.board).__name__
     seen.append([total.unique().tolist(), room.unique().tolist(), objects, board])
     dist.destroy_process_group()
 report("end", json.dumps(seen))

@@ -23,6 +23,7 @@ from support.rank_environment import environ_of_ranks, free_port, record_warning
 from support.rank_worlds import Died, Kind, Ranks, Signs, fork, served_store
 
 import syncprims as sp
+from syncprims._world.runtime import get_world
 
 TOUR = """
 import json, sys, threading
@@ -39,7 +40,7 @@ seen = [
     sp.current().backend_name, sp.all_gather(sp.get_local_rank()), total[:2].tolist(),
     sp.any_rank(sp.is_last()), dist.is_initialized(),
     # One host is done with the store once all have come.
-    type(sp.current().group.rounds.board).__name__, [t.name for t in threading.enumerate()],
+    type(sp.current().rounds.board).__name__, [t.name for t in threading.enumerate()],
 ]
 (Path(sys.argv[1]) / f"end-{sp.get_rank()}").write_text(json.dumps(seen))
 """
@@ -373,7 +374,7 @@ def test_large_objects_pass_by_the_store(meeting_place: Path) -> None:
 
 def test_a_round_minds_no_fate_that_arrives_meanwhile(meeting_place: Path) -> None:
     def program() -> list[int]:
-        decisions = vars(sp.current().group.rounds.board)["_elsewhere"]  # of a link's thread
+        decisions = vars(get_world().rounds.board)["_elsewhere"]  # of a link's thread
         over = threading.Event()
 
         def arrive() -> None:
