@@ -7,8 +7,6 @@ A model that is on the meta device has no values that could be lost. Its new mem
 the files are checked, in one pass. If they are damaged, it is on the meta device again.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import contextlib
@@ -242,8 +240,8 @@ def _has_custom_loading(model: nn.Module) -> bool:
         return not str(getattr(method, "__module__", "")).startswith("torch.nn.")
 
     return any(
-        module._load_state_dict_pre_hooks
-        or is_custom(type(module)._load_from_state_dict)
+        module._load_state_dict_pre_hooks  # pyright: ignore[reportPrivateUsage]
+        or is_custom(type(module)._load_from_state_dict)  # pyright: ignore[reportPrivateUsage]
         or is_custom(type(module).load_state_dict)
         for module in model.modules()
     )
@@ -337,7 +335,7 @@ class _Slot(NamedTuple):
 
 def _slots(model: nn.Module) -> Generator[_Slot]:
     for path, module in model.named_modules(remove_duplicate=False):
-        for table in (module._parameters, module._buffers):
+        for table in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage]
             for name, tensor in table.items():
                 if tensor is not None:
                     yield _Slot(table, name, tensor, f"{path}.{name}" if path else name)
