@@ -23,8 +23,9 @@ def mismatch_error(
     rank: int, number: int, calls: dict[int, str], cure: str = CURE_MISMATCH
 ) -> CollectiveMismatch:
     """Return the error of ranks that met in different calls, a line for each."""
+    lines = "\n".join(f"  rank {member}: {call}" for member, call in calls.items())
     return CollectiveMismatch(
-        f"ranks met in different calls (round {number}):\n{_list_calls(calls)}\n{cure}",
+        f"ranks met in different calls (round {number}):\n{lines}\n{cure}",
         rank=rank,
         call=calls[rank],
         arrived=[rank for rank, call in calls.items() if call != "not here yet"],
@@ -42,10 +43,6 @@ def compare_sites(rank: int, number: int, labels: dict[int, Label]) -> Collectiv
         return None
     calls = {member: str(label) for member, label in labels.items()}
     return mismatch_error(rank, number, calls, _CURE_SITES)
-
-
-def _list_calls(calls: dict[int, str]) -> str:
-    return "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())
 
 
 class Snapshot:
