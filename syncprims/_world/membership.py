@@ -104,7 +104,10 @@ def _begin_next(world: RunningWorld, terms: _Terms, error: SyncError) -> None:
 
     def why() -> SyncError:
         if world.epoch >= epoch.number:
-            return _reformed()
+            return WorldClosed(
+                "reform() has made a new world, and this belongs to the one before: make groups, "
+                "process groups and what was built on them again"
+            )
         return WorldClosed("reform() was interrupted, and this rank is in no world: call it again")
 
     world.begin_epoch(epoch, topology, why)
@@ -125,13 +128,6 @@ def _meet(world: RunningWorld, terms: _Terms) -> Change | None:
             world.change = world.decided.change(world.backend.process)
             world.decided = None
         return world.change
-
-
-def _reformed() -> SyncError:
-    return WorldClosed(
-        "reform() has made a new world, and this belongs to the one before: make groups, process "
-        "groups and what was built on them again"
-    )
 
 
 def is_joining(backend: Backend) -> bool:
