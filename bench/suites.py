@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from table import head, row, short
 
 if TYPE_CHECKING:
     from scale import Scale
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 KINDS = ("own", "processes", "threads")
 _LIMIT = 300.0  # seconds of a suite by one launcher
+_TESTS = 30  # of a suite, at most
 
 
 class Suite(NamedTuple):
@@ -43,6 +43,8 @@ class Suite(NamedTuple):
     name: str  # owner/repository
     files: str  # in the folder that stands before them
     chosen: str = ""  # for -k
+    variables: str = ""  # of the environment
+    ranks: int = 0  # of torchrun, if it starts the suite
 
     @property
     def place(self) -> str:
@@ -50,34 +52,83 @@ class Suite(NamedTuple):
         return self.name.partition("/")[2]
 
 
-_STORE = "test_async_take.py test_dist_store.py"
-_NATIVE = "comp_models/test_native.py utils/test_native.py"
+_DTENSOR = (
+    "test_api.py test_dtensor.py test_redistribute.py test_pointwise_ops.py test_matrix_ops.py"
+)
 SUITES = (
     # A class of the installed TestDistBackend and DistributedTest, with Gloo and 3 ranks.
     Suite("torch/DistributedTest", ". test_distributed_spawn.py"),
+    Suite("Ascend/pytorch", f". {_DTENSOR}"),  # its copy of torch's tests of DTensor
     Suite("facebookresearch/fairscale", ". tests/optim/test_oss.py tests/nn/model_parallel"),
-    Suite("pytorch/torchsnapshot", f"tests test_ddp.py {_STORE} test_partitioner.py"),
+    Suite(
+        "pytorch/torchsnapshot",
+        "tests test_ddp.py test_async_take.py test_dist_store.py test_partitioner.py",
+    ),
     Suite("allenai/OLMo-core", "src test/distributed", "not gpu and not s3 and not gcs"),
-    Suite("pytorch/ignite", f"tests/ignite/distributed {_NATIVE}", "spawn"),
-    Suite("Lightning-AI/torchmetrics", "tests unittests/bases/test_ddp.py"),
+    Suite(
+        "pytorch/ignite",
+        "tests/ignite/distributed comp_models/test_native.py utils/test_native.py",
+        "spawn",
+    ),
+    Suite(
+        "Lightning-AI/torchmetrics",
+        "tests unittests/bases/test_ddp.py",
+        variables="USE_PYTEST_POOL=1",
+    ),
     Suite("pytorch/torcheval", "tests/metrics test_toolkit.py test_synclib.py"),
     Suite("huggingface/accelerate", "tests test_cpu.py test_grad_sync.py test_metrics.py"),
-    Suite("Lightning-AI/pytorch-lightning", "tests/tests_fabric strategies"),
+    Suite(
+        "Lightning-AI/pytorch-lightning",
+        "tests/tests_fabric strategies/test_ddp_integration.py utilities/test_spike.py "
+        "plugins/collectives/test_torch_collective.py",
+    ),
     Suite("pytorch/tnt", "tests utils/test_distributed.py"),
-)  # fmt: skip
+    Suite(
+        "deepspeedai/DeepSpeed",
+        "tests/unit comm runtime/utils/test_partition.py runtime/test_data.py "
+        "runtime/test_lr_schedulers.py runtime/pipe/test_topology.py runtime/comm",
+        "not InitWithModel and not DistributedFixture",  # these hang, and need an old pytest
+        variables="LOCAL_SIZE=4 DS_ACCELERATOR=cpu",
+    ),
+    Suite(
+        "mosaicml/composer",
+        "tests utils/test_dist.py trainer/test_ddp_sync_strategy.py test_events.py",
+        variables="WORLD_SIZE=2",  # by which it chooses its tests
+        ranks=2,
+    ),
+    Suite(
+        "pytorch/torchrec",
+        "torchrec/distributed/tests collective_utils_test.py test_comm.py test_utils.py "
+        "test_pt2_multiprocess.py test_dist_data.py test_model_parallel_gloo.py",
+    ),
+    Suite("open-mmlab/mmengine", "tests test_dist"),
+    Suite("mosaicml/streaming", "tests test_distributed.py"),
+    Suite("pytorch/tensordict", "test distributed/test_distributed.py"),
+    Suite(
+        "Project-MONAI/MONAI",
+        "tests test_call_dist.py metrics/test_cumulative_average_dist.py data/test_sampler_dist.py "
+        "utils/test_evenly_divisible_all_gather_dist.py handlers",
+        "_dist.py",
+    ),
+)
 _WORDS = [
-    "Some tests of each suite, evenly chosen: processor and wall time of pytest with its processes",
-    "and imports. *Times less* is of processor time, in processes; `>` where the launcher reached",
-    "the limit of time, so that only tests that had ended are compared. `bench/suites.py` says",
-    "which files.",
+    f"Up to {_TESTS} tests of each suite, evenly chosen: processor and wall time of pytest with",
+    "its processes and imports. *Times less* is of processor time, in processes; `>` where the",
+    "launcher reached the limit of time, so that only tests that had ended are compared.",
+    "`bench/suites.py` says which files.",
 ]
+
+
+if "SUITES_NAMES" in os.environ:  # else a suite would import our modules
+    sys.path.remove(str(HERE))
 
 
 @pytest.hookimpl(trylast=True)  # after -k
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Keep the tests that ended by their own launcher, else ten, evenly chosen."""
+    """Keep the tests that ended by their own launcher, else some, evenly chosen."""
     names = json.loads(os.environ.get("SUITES_NAMES", "[]"))
-    items[:] = [one for one in items if one.nodeid in names] or items[:: -(-len(items) // 10) or 1]
+    step = -(-len(items) // _TESTS) or 1
+    items[:] = [one for one in items if one.nodeid in names] or items[::step]
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -93,12 +144,19 @@ def run(suite: Suite, folder: Path, kind: str, names: list[str]) -> dict[str, An
     checkout, (below, *files) = folder / suite.place, suite.files.split()
     command = [sys.executable, "-m", "pytest", "-q", *files, "-k", suite.chosen]
     command += ["-p", "suites", "-p", "no:randomly", "-p", "no:cacheprovider", "-n", "0"]
-    command += [f"--syncprims-worlds={kind}"] if kind != "own" else []
+    if not suite.ranks:
+        command += [f"--syncprims-worlds={kind}"] if kind != "own" else []
+    elif kind == "own":
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command[1:1] = [*torchrun, str(suite.ranks)]
+    else:
+        command += [f"--syncprims-worlds-ranks={suite.ranks}"]
     with tempfile.NamedTemporaryFile() as outcomes, tempfile.TemporaryFile() as output:
         variables = {
             "PYTHONPATH": os.pathsep.join(map(str, (HERE, checkout / "src", checkout))),
             "SUITES_OUTCOMES": outcomes.name,
             "SUITES_NAMES": json.dumps(names),
+            **dict(pair.split("=") for pair in suite.variables.split()),
         }
         begin = time.monotonic()
         process = subprocess.Popen(
@@ -126,6 +184,8 @@ def run(suite: Suite, folder: Path, kind: str, names: list[str]) -> dict[str, An
         found["end"] = text = output.read().decode(errors="replace")[-3000:]
     counts = r"^\d+ (?:process groups in|launches in|left to).*$"
     found["launches"] = re.findall(counts, text, re.M)
+    if suite.ranks and kind != "own":
+        found["launches"] = [f"{len(found['outcomes'])} tests on {suite.ranks} ranks"]
     git = ["git", "-C", str(checkout), "log", "-1", "--format=%h"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {**found, "commit": commit or version("torch")}
@@ -139,6 +199,8 @@ def main() -> None:
     suites = {suite.place: suite for suite in SUITES}
     for name in options.only.split(","):
         for kind in options.kinds.split(",") if (options.folder / name).is_dir() else ():
+            if kind == "threads" and suites[name].ranks:
+                continue  # its tests run in worlds of processes
             own = options.folder / f"{name}.own.json"
             again = kind != "own" and own.exists()
             names = [*json.loads(own.read_text())["outcomes"]] if again else []
@@ -174,6 +236,8 @@ def _compared(one: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 def lines(data: dict[str, Any]) -> list[str]:
     """Return the table, its sums, and the tests whose outcomes differ."""
+    from table import head, row, short  # not in a suite, where this module is a plugin of pytest
+
     table, notes, ratios = list[str](), list[str](), list[float]()
     all_, same = Counter[str](), Counter[str]()
     for name, kinds in data["suites"].items():
