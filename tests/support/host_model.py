@@ -277,7 +277,7 @@ class Reforms(Model):
             rank=members.index(number),
             epoch=host.passed,
             decided=_membership.Epoch(host.passed, len(ranks), ranks),
-            group=SimpleNamespace(rounds=SimpleNamespace(board=board)),
+            rounds=SimpleNamespace(board=board),
             settings=SimpleNamespace(warn_after=math.inf, agent_store=False),
             backend=backend,
             rounds_completed=lambda: 0,
