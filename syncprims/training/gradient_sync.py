@@ -88,7 +88,7 @@ def _average(bucket: Sequence[nn.Parameter], signs: Sequence[float]) -> bool:
     means: list[float] = flagged.tolist()
     # Where ranks differ, the mean is at least 2 / n away from each rank's sign. Devices may round.
     both = zip(means[len(bucket) :], signs, strict=True)
-    if any(abs(mean - sign) * get_world_size() > 1 for mean, sign in both):
+    if max(abs(mean - sign) for mean, sign in both) * get_world_size() > 1:
         return False
     somewhere = [mean != 0 for mean in means[: len(bucket)]]
     for p, view, here, there in zip(bucket, views, held, somewhere, strict=True):
