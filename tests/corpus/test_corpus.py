@@ -6,22 +6,25 @@ import re
 from pathlib import Path
 
 import pytest
-from bugs import BUGS, Bug, found, report, run_bug
+from bugs import BUGS, Bug, Kind, found, report, run_bug
 from support import ROOT
 
 every_bug = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+both_kinds = pytest.mark.parametrize("kind", ["threads", "processes"])
 
 
+@both_kinds
 @every_bug
-def test_a_bug_is_named(bug: type[Bug], tmp_path: Path) -> None:
-    error = found(bug, tmp_path)
+def test_a_bug_is_named(bug: type[Bug], kind: Kind, tmp_path: Path) -> None:
+    error = found(bug, tmp_path, kind)
     assert error is not None
     assert not report(bug, error)
 
 
+@both_kinds
 @every_bug
-def test_its_mended_twin_passes(bug: type[Bug], tmp_path: Path) -> None:
-    run_bug(bug, bug.mended, tmp_path)
+def test_its_mended_twin_passes(bug: type[Bug], kind: Kind, tmp_path: Path) -> None:
+    run_bug(bug, bug.mended, tmp_path, kind=kind)
 
 
 def test_there_are_fifty_of_nine_kinds() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from . import counts, ends, files, order, pairing, signals, silent, skipped, values
-from .bug import Bug, found, report, run_bug
+from .bug import Bug, Kind, found, report, run_bug
 
 KINDS = [skipped, order, pairing, counts, values, ends, files, signals, silent]
 BUGS = [bug for kind in KINDS for bug in Bug.ALL if bug.__module__ == kind.__name__]
 
-__all__ = ["BUGS", "Bug", "found", "report", "run_bug"]
+__all__ = ["BUGS", "Bug", "Kind", "found", "report", "run_bug"]

@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from syncprims import CollectiveMismatch, SyncError, UnequalCallSites
 from syncprims.testing import run_world
 
 RANKS = 3
+Kind = Literal["threads", "processes"]  # of world
 
 
 class Bug:
@@ -94,7 +95,11 @@ def alike(right: float) -> Callable[[list[Any]], None]:
 
 
 def run_bug(
-    bug: type[Bug], run: Callable[[int, Path], Any], folder: Path, seed: int | None = None
+    bug: type[Bug],
+    run: Callable[[int, Path], Any],
+    folder: Path,
+    seed: int | None = None,
+    kind: Kind = "threads",
 ) -> None:
     """Run this bug or its twin in a test world, and look at what comes of it."""
 
@@ -106,10 +111,11 @@ def run_bug(
         dist.destroy_process_group()
         return result
 
-    bug.check(run_world(program, bug.ranks, torch=True, replicas=bug.replicas, seed=seed))
+    results = run_world(program, bug.ranks, kind=kind, torch=True, replicas=bug.replicas, seed=seed)
+    bug.check(results)
 
 
-def found(bug: type[Bug], folder: Path) -> BaseException | None:
+def found(bug: type[Bug], folder: Path, kind: Kind = "threads") -> BaseException | None:
     """Return what a test world raises for this bug."""
     for seed in range(bug.seeds):
         own = folder / str(seed)
@@ -117,7 +123,7 @@ def found(bug: type[Bug], folder: Path) -> BaseException | None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", UnequalCallSites)
-                run_bug(bug, bug.bug, own, seed)
+                run_bug(bug, bug.bug, own, seed, kind)
         except BaseException as error:
             return error
     return None
@@ -129,6 +135,8 @@ def report(bug: type[Bug], error: BaseException) -> str:
     if not isinstance(error, SyncError):  # the program's own, with its traceback
         frames = traceback.extract_tb(error.__traceback__)
         text += "".join(f"\n{frame.filename}:{frame.lineno}" for frame in frames)
+        # A rank that is a process has left its traceback there.
+        text += str(error.__cause__ or "").replace('.py", line ', ".py:")
     places = [f"{bug.kind()}.py:{line}" for line in bug.lines()]
     missing = [it for it in [bug.says, *places] if it not in text]
     if not re.search(rf"\branks? \[?(?:\d+, )*{bug.rank}\b", text):
