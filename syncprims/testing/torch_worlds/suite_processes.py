@@ -188,6 +188,7 @@ def _prepare(before: Callable[[Any], None], data: Any) -> None:
     """Make this process what a new interpreter would be that the parent had started."""
     _spawned.append(os.getpid())
     _atexit._clear()  # those of pytest's process
+    _atexit.register(_standard.util._exit_function)  # it writes what is still in queues
     for stream, (fd, inherited) in zip(
         ("stdout", "stderr"), enumerate(_server._inherited_fds[:2], 1), strict=True
     ):
