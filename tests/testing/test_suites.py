@@ -356,6 +356,45 @@ def test_a_suite_runs_unchanged_in_threads(tmp_path: Path) -> None:
     assert "1 left to its own launcher: the processes are not joined at once" in out
 
 
+EARLY = """
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def join(rank, folder):
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+
+
+def pytest_sessionstart(session):
+    pytest.pool = mp.get_context("spawn").Pool(2)
+    pytest.pool.starmap(join, [(rank, session.startpath) for rank in range(2)], chunksize=1)
+"""
+USES_EARLY = """
+import pytest
+import torch.distributed as dist
+
+
+def gathered(rank):
+    values = [None, None]
+    dist.all_gather_object(values, rank)
+    return values
+
+
+def test_pool():
+    assert pytest.pool.map(gathered, range(2), chunksize=1) in ([[0, 1]] * 2, [[1, 0]] * 2)
+    pytest.pool.terminate()
+"""
+
+
+def test_processes_that_a_suite_starts_before_its_tests_are_served(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(EARLY)
+    (tmp_path / "test_pool.py").write_text(USES_EARLY)
+    out = run_pytest(tmp_path, "--syncprims-worlds")
+    assert "1 passed" in out, out
+    assert "1 process groups in worlds of processes" in out, out
+
+
 IN_THREADS = """
 import os
 import subprocess

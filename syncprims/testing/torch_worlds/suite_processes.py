@@ -95,6 +95,7 @@ class SuiteProcesses(Suites):
             return
         self._replace(_standard.popen_spawn_posix, "Popen", _Popen)
         self._replace(_standard.popen_forkserver, "Popen", _Popen)
+        _server.ensure_running = self.start
 
         def prepare(name: str) -> dict[str, Any]:
             key = getattr(_server, "_forkserver_authkey", None)  # Python 3.14 and newer
@@ -114,9 +115,10 @@ class SuiteProcesses(Suites):
         spawn = self._replace(_standard.popen_spawn_posix.Popen, "_launch", launch)
 
     def start(self) -> None:
-        """Fork the server."""
-        if _standard.popen_spawn_posix.Popen is not _Popen:
+        """Fork the server, if no process has needed it before."""
+        if vars(_server).get("ensure_running") != self.start:
             return
+        _server.ensure_running = lambda: None  # also for forked processes, which cannot ask
         _standard.resource_tracker.ensure_running()
         _standard.forkserver.set_forkserver_preload([])
         made: list[int] = []  # of pipes, of which the server gets what is passed
@@ -128,8 +130,7 @@ class SuiteProcesses(Suites):
 
         open_pipe, fork = os.pipe, functools.partial(_fork_server, made)
         with replaced((_standard.util, "spawnv_passfds", fork), (os, "pipe", pipe)):
-            _server.ensure_running()
-        _server.ensure_running = lambda: None  # also for forked processes, which cannot ask
+            type(_server).ensure_running(_server)
 
     def report(self) -> list[str]:
         """Return how many groups were worlds, and what was left to itself, and why."""
