@@ -193,7 +193,7 @@ class Group:
 
 
 class _NoRounds:
-    """In place of the rounds of a group, for a rank that is not a own."""
+    """In place of the rounds of a group, for a rank that is not a member."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
         self._ranks, self._rank = ranks, rank
