@@ -195,8 +195,8 @@ PAGE = """\
 
 People reported these bugs in public. Each was rebuilt in a few lines that call `torch.distributed`,
 [with a twin without the bug](../tests/corpus/test_corpus.py). A test world of threads names
-{named} of {all}, and so does one of processes. All twins pass. Programs of the last kind make the right calls: there, the
-test has one line more, which compares weights, samples or a number.
+{named} of {all}, and so does one of processes. All twins pass. Programs of the last kind make the
+right calls: there, the test has one line more, which compares weights, samples or a number.
 
 The others ran on Gloo (torch {torch}), in processes: as it is; with
 `TORCH_DISTRIBUTED_DEBUG=DETAIL`; with `monitored_barrier` for each barrier; with the functions of
