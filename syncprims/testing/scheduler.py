@@ -54,6 +54,7 @@ from .orders import Mode, OrderSchedule
 from .rank_threads import RankThreads, Replacement, rank_threads
 
 T = TypeVar("T")
+_event_wait = threading.Event.wait
 _TAKE_AFTER = 0.01  # seconds without a step, after which a thread takes the turn from a busy rank
 _LOOK_AT_HOLDER = 0.1  # seconds after which a rank looks whether the thread with the turn waits
 _POLLS = 3  # waits at one line, without a step, that are polling and no pause
@@ -270,11 +271,20 @@ def _lending(original: Callable[..., Any], *, pause: bool) -> Callable[..., Any]
     @functools.wraps(original)
     def call(*args: Any, **named: Any) -> Any:
         turn = getattr(threading.current_thread(), "turn", None)
-        if turn is None or turn.inside or turn.is_on_loan:
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame else None
+        if (
+            turn is None
+            or turn.inside
+            or turn.is_on_loan
+            or (caller and caller.f_globals.get("__name__", "").startswith("syncprims."))
+            or (original is _event_wait and len(args) + len(named) == 1)
+        ):
+            # The library's own wait, as for a world that a rank starts; or one that only another
+            # thread ends, as that for the start of a thread.
             return original(*args, **named)
         wait = functools.partial(original, *args, **named)
-        frame = inspect.currentframe() if pause else None
-        return turn.wait_outside(wait, frame.f_back if frame else None)
+        return turn.wait_outside(wait, caller if pause else None)
 
     return call
 

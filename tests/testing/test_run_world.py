@@ -515,13 +515,34 @@ def test_a_rank_may_wait_for_another_outside_of_calls(
 @pytest.mark.parametrize("torch", [False, True])
 def test_a_pause_outside_of_calls_keeps_the_turn(torch: bool) -> None:
     lock = threading.Lock()
+    order: list[int] = []
 
     def program() -> None:
+        order.append(sp.get_rank())
         with lock:  # another rank that had the turn would wait here
             time.sleep(0.2)
+        order.append(sp.get_rank())
         sp.barrier()
 
     run_world(program, 2, timeout=20, torch=torch)
+    assert order in ([0, 0, 1, 1], [1, 1, 0, 0])
+
+
+def test_a_rank_keeps_the_turn_while_a_world_of_its_own_runs() -> None:
+    def inner() -> str:
+        time.sleep(0.3)
+        environ = os.environ["RANK"]
+        sp.barrier()
+        return environ
+
+    def outer() -> str:
+        if sp.get_rank() == 0:
+            assert run_world(inner, 2, torch=True) == ["0", "1"]
+        sp.barrier()
+        return os.environ["RANK"]
+
+    for seed in range(4):
+        assert run_world(outer, 3, torch=True, seed=seed, timeout=20) == ["0", "1", "2"]
 
 
 def test_a_mock_of_sleep_is_called_in_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
