@@ -23,7 +23,7 @@ from .errors import Killed, WorldAborted
 
 
 class RankThreads:
-    """The threads that one rank has started."""
+    """The threads that one rank has started, and those of the pools that it has given tasks."""
 
     def __init__(self) -> None:
         self.started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -96,9 +96,14 @@ def _start_in_rank(self: threading.Thread) -> None:
 def _submit_in_rank(
     self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Future[Any]:
-    if rank_threads.get() is None:
+    threads = rank_threads.get()
+    if threads is None:
         return _submit(self, fn, *args, **kwargs)
-    return _submit(self, contextvars.copy_context().run, fn, *args, **kwargs)
+    future = _submit(self, contextvars.copy_context().run, fn, *args, **kwargs)
+    pool: Any = self
+    for thread in tuple(pool._threads):
+        threads.started.add(thread)  # a rank that has ended may have started it
+    return future
 
 
 #: Threads belong to the ranks that start them, and tasks of a pool to those that submit them.

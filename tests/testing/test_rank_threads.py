@@ -223,6 +223,24 @@ def test_a_thread_calls_as_the_rank_that_has_started_it() -> None:
         assert run_world(program, 3) == [[rank, 3, rank] for rank in range(3)]
 
 
+def test_a_pool_serves_ranks_after_the_one_that_has_started_its_threads() -> None:
+    ranks: dict[int, threading.Thread] = {}
+
+    def slow() -> int:
+        time.sleep(0.1)
+        return sp.get_rank()
+
+    def program() -> int:
+        ranks[sp.get_rank()] = threading.current_thread()
+        in_thread(sp.barrier)
+        if sp.get_rank():
+            ranks[sp.get_rank() - 1].join()
+        return shared.submit(slow).result()
+
+    with ThreadPoolExecutor(1) as shared:
+        assert run_world(program, 3) == [0, 1, 2]
+
+
 def with_pool() -> Any:
     pair = sp.group([0, 1])
     with ThreadPoolExecutor(2) as pool:
