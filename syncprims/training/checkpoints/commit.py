@@ -89,6 +89,7 @@ class Place(NamedTuple):
         """
         (parent, name), token = os.path.split(path), secrets.token_hex(8)
         if filesystem.exists(path):
+            filesystem.make_directory(path)  # a link to nothing is an error now, and no wait
             # Empty or not, it stays: it may be a mount, or have access rights of its own.
             stack.callback(filesystem.DirectoryLock(path).release)
             return cls(path, path, filesystem.names(path), token)
@@ -249,12 +250,6 @@ class Save:
 
     # -- the files --------------------------------------------------------------------------------
 
-    @property
-    def temporary_head(self) -> str:
-        """The name of the head until the commit."""
-        new = self.place.is_new
-        return self.head if new else temporary(self.head, self.place.token)
-
     def run(self) -> None:
         """Write and commit together with the other ranks.
 
@@ -319,8 +314,9 @@ class Save:
 
     def commit(self, written: Sequence[Digests]) -> None:
         """Make the new files the current ones. Only the leading rank calls this."""
-        path, folder, _, _ = self.place
-        waiting = f"{folder}/{self.temporary_head}"
+        path, folder, _, token = self.place
+        new = self.place.is_new
+        waiting = f"{folder}/{self.head if new else temporary(self.head, token)}"
         digests = {name: found for some in written for name, found in some.items()}
 
         def prepare() -> str | None:
@@ -340,7 +336,6 @@ class Save:
                 filesystem.sync_directory(path)
             return f"{path}/{preferred[0]}" if preferred else None
 
-        new = self.place.is_new
         source, target = (folder, path) if new else (waiting, f"{path}/{self.head}")
         commit(prepare, source, target, self.abandon)
         if not new:

@@ -426,6 +426,22 @@ SAVES: dict[str, Callable[[Any], object]] = {
 
 
 @several(2)
+@pytest.mark.parametrize("save", SAVES)
+def test_a_link_to_nothing_is_an_error_at_once(world: Ranks, tmp_path: Path, save: str) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "unmounted")
+
+    def program() -> str:
+        with pytest.raises(sp.CheckpointError) as caught:
+            SAVES[save](link)
+        return str(caught.value)
+
+    for text in world.run(program):
+        assert f"this exists, and is not a directory: {str(link)!r}" in text
+    assert not (tmp_path / "unmounted").exists()
+
+
+@several(2)
 def test_ranks_that_save_to_other_directories_are_told_so(world: Ranks, tmp_path: Path) -> None:
     """As where each takes the time of its own clock for a name."""
     folder = tmp_path / "runs"
