@@ -38,6 +38,7 @@ class RecordedCall(NamedTuple):
     label: Label
     board: str = ""  #: its name
     path: tuple[Line, ...] = ()  #: the lines that lead to it, the outermost first
+    world: tuple[int, ...] = ()  #: by rank, the ranks at the start, where `reform` changed them
 
     @property
     def at(self) -> Board:

@@ -385,7 +385,7 @@ def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str
     __tracebackhide__ = True
     for outcome in failed:
         error = outcome.error
-        is_deadlock = any(_is_deadlock(leaf, run) for leaf in leaves(error))
+        is_deadlock = any(_is_deadlock(leaf, outcome, run) for leaf in leaves(error))
         if error is not None and outcome.is_waiting and is_deadlock:
             # One report: its lines say where all ranks are, and more than this rank's error.
             # No variable may hold it, since this frame belongs to its traceback.
@@ -396,10 +396,11 @@ def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str
     raise _with_report(first, run, [first.rank], replay)
 
 
-def _is_deadlock(error: BaseException, run: WorldRun) -> bool:
-    """Return whether a rank has raised `error` because it waited for notes that never come."""
-    if isinstance(error, PeerLost):
-        return error.rank is not None and run.outcomes[error.rank].end == "returned"
+def _is_deadlock(error: BaseException, outcome: RankOutcome, run: WorldRun) -> bool:
+    """Return whether this rank has raised `error` because it waited for notes that never come."""
+    if isinstance(error, PeerLost) and error.rank is not None:
+        world = outcome.calls[-1].world if outcome.calls else ()
+        return run.outcomes[world[error.rank] if world else error.rank].end == "returned"
     return isinstance(error, CollectiveMismatch) and bool(error.missing)  # a cycle of waits
 
 

@@ -174,8 +174,9 @@ def _probed_board(cls: Any) -> type[Any]:
             """Record rounds from now on, by the ranks that the members had at the start."""
             self.__ranks: tuple[int, ...] = self.members
             self.__name = self.name
+            self.__world: tuple[int, ...] = tuple(backend.members) if backend.epoch else ()
             if backend.epoch:
-                self.__ranks = tuple(backend.members[rank] for rank in self.members)
+                self.__ranks = tuple(self.__world[rank] for rank in self.members)
                 self.__name = f"{self.name} epoch {backend.epoch}".strip()
             self.__last: RecordedCall | str | None = None  # the call of the last round
             self.__recorded = 0  # the last round whose call is recorded
@@ -187,7 +188,7 @@ def _probed_board(cls: Any) -> type[Any]:
                 self.__last = str(note.label)
                 super().post(note)
                 return
-            call = RecordedCall(self.__ranks, note.label, self.__name, find_path())
+            call = RecordedCall(self.__ranks, note.label, self.__name, find_path(), self.__world)
             self.__last = call
             if self.__recorded <= self.posted:  # else a second try: the first note was refused
                 self.__recorded = self.posted + 1

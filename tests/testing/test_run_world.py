@@ -350,6 +350,22 @@ def test_a_group_of_consequences_is_one(kind: WorldKind) -> None:
 
 
 @both_kinds
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_deadlock_is_found_among_ranks_with_new_numbers(kind: WorldKind, killed: int) -> None:
+    def program() -> None:
+        with contextlib.suppress(sp.PeerLost):
+            sp.barrier("first")
+        sp.reform()
+        if sp.get_rank():
+            sp.barrier("last")
+
+    end = Kill(killed, at="first")
+    with pytest.raises(DeadlockError, match=f"rank {killed}: killed by a fault") as caught:
+        run_world(program, 3, kind=kind, faults=[end])
+    assert "has finished" in str(caught.value)
+
+
+@both_kinds
 def test_a_group_keeps_its_type_and_members(kind: WorldKind) -> None:
     def program() -> None:
         if sp.get_rank() == 0:
