@@ -71,7 +71,8 @@ class Settings(NamedTuple):
     heartbeat: float = 10.0  #: a host without a sign of life for so long counts as lost
     gloo_interfaces: str | None = None  #: network interfaces for bulk data, separated by commas
     error_file: str | None = None  #: where the launcher looks for why this rank failed
-    first_call: str = ""  #: the call that starts the world, and where it is, if that is not `init`
+    #: The call that starts the world, and where it is; empty if that is `init` of the program.
+    first_call: str = ""
     trace: str | None = None  #: directory in which every round is recorded
     trace_limit: int = 256 << 20  #: bytes of it for each rank; the oldest rounds are dropped
     mixed_precision: str | None = None  #: what `training` computes in, unless a script sets it
@@ -319,8 +320,9 @@ class Board(ABC):
     engine: Engine | None = None
     #: Carries tensors between all members' devices; without it they pass through hosts' memory.
     device_engine: DeviceEngine | None = None
-    #: Payloads of more bytes travel through the engine and not in a note. None on a board with a
-    #: window, where two transfers of one call would use the same places.
+    #: Encoded objects of more bytes travel through the engine and not in a note; arrays do so from
+    #: a smaller size on. None on a board with a window, where two transfers of one call would use
+    #: the same places.
     note_limit: int | None = None
 
     # Ability: virtual time, of the worlds of tests.

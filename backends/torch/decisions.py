@@ -3,7 +3,8 @@
 For every round of a board there are three keys. Each host contributes its members' notes: it
 appends them to the first key, all in one piece, and counts itself at the second. The host that is
 counted last reads the first key and makes the round's *decision* from it, at the third key, which
-all hosts wait for. So a round costs each host four messages, whatever the number of its ranks.
+all hosts wait for. So a round costs a host three messages, and the last one seven, which removes
+an old round, too. The number of ranks does not matter.
 
 The decision is written once, by compare-and-set, and never changes: all notes, or the verdict that
 breaks the round, or the end of a member without which it cannot complete. That one key determines

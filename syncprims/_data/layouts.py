@@ -1,4 +1,4 @@
-"""Layouts of values in slots of shared memory, prepared once for all values of one shape.
+"""Layouts of values, in slots of shared memory or in an engine, made once for each shape.
 
 A training loop makes the same calls again and again with new numbers. What stays the same is made
 once: the description of the value, which travels as a part of the note's label, and the views of

@@ -48,8 +48,8 @@ def compare_sites(rank: int, number: int, labels: dict[int, Label]) -> Collectiv
 class Snapshot:
     """The state of all members of a board, `seen` while `rank` waits there for round `number`.
 
-    Messages count rounds from the user's first: the `own` ones before it are the library's. In
-    these, `first_call` is the user's call that waits.
+    Messages count rounds from the user's first: the `library_rounds` are before it. In these,
+    `first_call` is the user's call that waits.
     """
 
     def __init__(

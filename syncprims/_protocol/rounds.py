@@ -24,7 +24,7 @@ from syncprims.interface import Awaited, Board, Label, Note, Settings, WaitView,
 
 from .background import Background
 from .call_site import NoteCache
-from .deadlock import DEADLOCK_SEARCH, search_after
+from .deadlock import search_after
 from .diagnosis import Snapshot, compare_sites, mismatch_error
 from .threads import log_stacks
 
@@ -44,6 +44,7 @@ _EARLY_MISMATCH = 0.3
 #: A round that this rank has posted to and collects later: holds its notes once it is collected.
 PendingRound: TypeAlias = list[Sequence[Note]]
 _TIME_FOR_CAUSE = 1.0  # seconds within which the death that an engine has met is known
+_UNREADABLE_AFTER = 1.0  # seconds after the deadline, if all notes are up and one cannot be read
 _TIME_TO_END = 1.0  # seconds for a thread whose work was stopped
 
 
@@ -77,7 +78,7 @@ class Rounds:
         self._deadlocks = background.deadlocks
         self._background, self._tasks = background, background.tasks
         self._pending: dict[int, PendingRound] = {}  # by the number of the round
-        #: See there for what it asks of its caller.
+        #: :mod:`syncprims._protocol.call_site` says what it asks of its caller.
         self.note: Callable[..., Note] = NoteCache(between).note
         # The calls under way, with the thread and the label of each. A call adds itself first and
         # removes itself last, and only if the group is whole. So a call that an exception
@@ -382,7 +383,7 @@ class Rounds:
                     board.abort(errors.dump(error))
                     if board.verdict() is not None:  # this one, or another rank's: all raise it
                         continue
-                    if not seen.missing and now >= deadline + DEADLOCK_SEARCH:
+                    if not seen.missing and now >= deadline + _UNREADABLE_AFTER:
                         # All notes have long been up, and one cannot be read.
                         self._break_group(errors.dump(error))
                 elif now >= warn_at:

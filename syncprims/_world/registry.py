@@ -23,6 +23,7 @@ from syncprims.interface import Backend, Settings, Topology
 from .launchers import detect, find_spread, find_world_sizes
 from .settings import read_settings
 
+#: `syncprims.backends` is the folder `backends` of the repository.
 _BUILT_IN = {
     "file": "syncprims.backends.file.backend:FileBackend",
     "gloo": "syncprims.backends.torch.backend:GlooBackend",

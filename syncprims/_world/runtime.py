@@ -1,6 +1,6 @@
 """The world of this process: started once, found by every primitive, and ended.
 
-The one place with mutable state, and the one place that reads ``os.environ``.
+The one place of the core that reads ``os.environ``, and where that world is found.
 
 A rank is a process, but in a test it may be a thread (:func:`thread_as_rank`). Then it has a state
 of its own, which only the slow paths look for: the fast path finds the process's world, and that is

@@ -46,7 +46,7 @@ from syncprims.interface import Label
 from . import errors
 from .faults import Delay, Fault, Kill, Raise, Stop, is_due
 from .meetings import Line, RecordedCall, find_meetings, iterate_rounds
-from .rank_threads import RankThreads, rank_threads
+from .rank_threads import StartedThreads, rank_threads
 from .scheduler import Seed
 
 E = TypeVar("E", bound=BaseException)
@@ -169,7 +169,7 @@ class RankOutcome:
         fn: Callable[[], Any],
         world: AbstractContextManager[object],
         await_threads: Callable[[], None],
-        threads: RankThreads,
+        threads: StartedThreads,
     ) -> None:
         """Run ``fn()`` as the program of this rank in `world`, and record how it ended.
 

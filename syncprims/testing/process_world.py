@@ -38,7 +38,7 @@ from .errors import pack_exception
 from .faults import FaultTarget, current_target
 from .outcomes import RankOutcome, WorldRun, trim_stack
 from .probe import Probe, probe_backend
-from .rank_threads import RankThreads, threads_belong_to_ranks
+from .rank_threads import StartedThreads, threads_belong_to_ranks
 from .world_spec import RankOutput, WorldSpec
 
 #: Asks a worker for its stack: a signal that programs do not use, where there is one.
@@ -279,7 +279,7 @@ def _run_worker(job: _Job, rank: int) -> None:
 
             program = serve_in_process(rank, program, job.folder / "store", spec.replicas)
         with threads_belong_to_ranks():
-            outcome.run_program(program, provided_world(), await_threads, RankThreads())
+            outcome.run_program(program, provided_world(), await_threads, StartedThreads())
         write("end", _describe_end(outcome))
         code = 0
     except BaseException:

@@ -22,7 +22,7 @@ from syncprims.errors import SyncError
 from .errors import Killed, WorldAborted
 
 
-class RankThreads:
+class StartedThreads:
     """The threads that one rank has started, and those of the pools that it has given tasks."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class RankThreads:
 
 
 #: Those of the rank that runs in this context.
-rank_threads: ContextVar[RankThreads | None] = ContextVar("syncprims_rank_threads", default=None)
+rank_threads: ContextVar[StartedThreads | None] = ContextVar("syncprims_rank_threads", default=None)
 
 _start, _submit = threading.Thread.start, ThreadPoolExecutor.submit
 

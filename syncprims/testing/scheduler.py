@@ -51,7 +51,7 @@ from syncprims.errors import ConcurrentCall
 
 from .errors import WorldAborted
 from .orders import Mode, OrderSchedule
-from .rank_threads import RankThreads, Replacement, rank_threads
+from .rank_threads import Replacement, StartedThreads, rank_threads
 
 T = TypeVar("T")
 _event_wait = threading.Event.wait
@@ -332,7 +332,7 @@ class Scheduler:
         self.steps: int = 0  #: decisions made
         self.aborted: bool = False
         #: Those that each rank has started.
-        self.threads: list[RankThreads] = [RankThreads() for _ in range(ranks)]
+        self.threads: list[StartedThreads] = [StartedThreads() for _ in range(ranks)]
         self.finished: threading.Event = threading.Event()
         self._turns = [_Turn(self, rank, own=True) for rank in range(ranks)]
         self._late = list(range(ranks - late, ranks))  # ranks that start later, if at all

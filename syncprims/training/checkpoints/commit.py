@@ -337,7 +337,7 @@ class Save:
             return f"{path}/{preferred[0]}" if preferred else None
 
         source, target = (folder, path) if new else (waiting, f"{path}/{self.head}")
-        commit(prepare, source, target, self.abandon)
+        replace_durably(prepare, source, target, self.abandon)
         if not new:
             current = {self.head, *digests}
 
@@ -380,7 +380,7 @@ def planned(
         yield save
 
 
-def commit(
+def replace_durably(
     prepare: Callable[[], str | None], source: str, target: str, undo: Callable[[], object]
 ) -> None:
     """Call ``prepare()``, then replace `target` by `source` in one durable step.

@@ -182,7 +182,7 @@ def _write_object(obj: object, target: str, safe: bool) -> None:
             check_storable(key, tensor)
         write_safetensors(waiting, obj, {})
 
-    commit.commit(prepare, waiting, target, lambda: filesystem.remove_or_log(waiting))
+    commit.replace_durably(prepare, waiting, target, lambda: filesystem.remove_or_log(waiting))
     # A killed save may have left some:
     filesystem.remove_each_or_log(folder, lambda entry: commit.final_name(entry) == name)
 
