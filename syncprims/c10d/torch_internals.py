@@ -23,6 +23,7 @@ import torch.distributed
 from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from syncprims._world.runtime import find_world
 from syncprims.errors import BackendUnavailable, SyncError
 
 _internals: Any = cast("Any", torch)._C
@@ -434,7 +435,11 @@ def replaced_init_barrier(
     store again and again until *real* time has passed. `call` is the call that makes the group.
     """
 
-    def barrier(rank: int, store: object, name: str, count: int, *_: object, **__: object) -> None:
+    of_torch = c10d()._store_based_barrier
+
+    def barrier(rank: int, store: object, name: str, count: int, *more: Any, **named: Any) -> None:
+        if find_world() is None:  # the group is left to torch
+            return of_torch(rank, store, name, count, *more, **named)
         world = c10d()._world
         # None: this rank makes a group in which it is no member.
         group = next((made for made, known in world.pg_names.items() if known == name), None)

@@ -400,6 +400,56 @@ def test_processes_that_a_suite_starts_before_its_tests_are_served(tmp_path: Pat
     assert "1 process groups in worlds of processes" in out, out
 
 
+BUGS = """
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+
+def make_group(rank, url):
+    dist.init_process_group("gloo", url, rank=rank, world_size=2)
+    if rank:
+        dist.new_group([0, 1])
+    dist.barrier()
+
+
+def test_group(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    with pytest.raises(mp.ProcessRaisedException, match="rank 1: new_group"):
+        mp.spawn(make_group, (f"file://{tmp_path}/store",), nprocs=2)
+
+
+def make_groups(rank, url):
+    dist.init_process_group("gloo", url, rank=rank, world_size=2)
+    dist.new_group([0, 1] if rank else [0])
+
+
+def test_members(tmp_path):
+    with pytest.raises(mp.ProcessRaisedException, match="unlike groups"):
+        mp.spawn(make_groups, (f"file://{tmp_path}/store",), nprocs=2)
+
+
+def meet():
+    dist.init_process_group("gloo")
+    if dist.get_rank():
+        dist.barrier()
+
+
+def test_one_is_left():
+    options = dict(min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d",
+                   rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1)
+    with pytest.raises(dist.elastic.multiprocessing.errors.ChildFailedError, match="rank 0 finish"):
+        elastic_launch(LaunchConfig(**options), meet)()
+"""
+
+
+def test_bugs_of_a_suite_are_named(tmp_path: Path) -> None:
+    (tmp_path / "test_bugs.py").write_text(BUGS)
+    out = run_pytest(tmp_path, "--syncprims-worlds")
+    assert "3 passed" in out, out
+
+
 IN_THREADS = """
 import os
 import subprocess

@@ -304,7 +304,7 @@ class SameParameters:
             )
 
 
-class _SameMembers:
+class SameMembers:
     """Compares the members of each group between the ranks that make it.
 
     Groups of other backends meet under their name, which counts the calls of `new_group`. There is
@@ -340,7 +340,7 @@ class _SameMembers:
             )
 
 
-def _meet_makers(call: str, ranks: Sequence[int] | None) -> None:
+def meet_makers(call: str, ranks: Sequence[int] | None) -> None:
     """Return when these ranks, by default all, have come to the `call` that makes a group."""
     world = get_world()
     rounds = world.open_rounds(ranks or range(world.world_size), call, torch_internals.BETWEEN)
@@ -359,11 +359,11 @@ def _serve(store: Path, replicas: bool) -> Generator[None]:
     comparison = ReplicaComparison(partial(_shared, store))
     with (
         torch_internals.replaced_rendezvous(_Rendezvous(store)),
-        torch_internals.replaced_init_barrier(_meet_makers),
+        torch_internals.replaced_init_barrier(meet_makers),
         serve_every_backend(),
         changes_at_wait(),
         torch_internals.replaced((Channel, "sends_meet", True)),
-        torch_internals.before_new_group(_SameMembers(store)),
+        torch_internals.before_new_group(SameMembers(store)),
         torch_internals.before_ddp_forward(SameParameters(store)),
         comparison.at_each_step() if replicas else contextlib.nullcontext(),
     ):

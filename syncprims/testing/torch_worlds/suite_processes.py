@@ -33,24 +33,35 @@ from syncprims._world.scratch import scratch_directory
 from syncprims._world.world import version
 from syncprims.c10d import serve_every_backend
 from syncprims.c10d.group_world import make_variables
-from syncprims.c10d.torch_internals import before_ddp_forward, c10d, replaced
+from syncprims.c10d.point_to_point import Channel
+from syncprims.c10d.torch_internals import (
+    before_ddp_forward,
+    before_new_group,
+    c10d,
+    replaced,
+    replaced_init_barrier,
+)
 from syncprims.errors import PeerFailed, chain_of
 
 from . import (
+    SameMembers,
     SameParameters,
     _WorldStore,  # pyright: ignore[reportPrivateUsage]
     import_lazy_modules,
+    meet_makers,
 )
 from .suites import Suites
 
 _standard: Any = multiprocessing  # its types leave out what is replaced here
 for _name in (
-    "forkserver", "popen_fork", "popen_forkserver", "popen_spawn_posix", "resource_tracker"
+    "forkserver", "popen_fork", "popen_forkserver", "popen_spawn_posix", "resource_tracker",
+    "synchronize",
 ):  # fmt: skip
     importlib.import_module(f"multiprocessing.{_name}")
 _server: Any = _standard.forkserver._forkserver
 _atexit: Any = atexit
 _SERVED = {"gloo", "nccl", "undefined"}
+_ELASTIC = "torch.distributed.elastic.multiprocessing.api"
 _LATER = 0.3  # seconds
 _LOG = "log"  # a line for each group: why it was left to torch, or nothing
 
@@ -213,7 +224,7 @@ def _prepare(before: Callable[[Any], None], data: Any) -> None:
 
 _kept: list[Any] = []  # until this process ends; empty in one that is not served
 _spawned: list[int] = []  # this process, if its parent would have spawned it
-_check = contextlib.ExitStack()  # of DDP's parameters, in the present world
+_checks = contextlib.ExitStack()  # of groups and of DDP's parameters, in the present world
 
 
 def _serve(folder: Path) -> None:
@@ -223,6 +234,8 @@ def _serve(folder: Path) -> None:
     stack = contextlib.ExitStack()
     _kept.append(stack)
     stack.enter_context(serve_every_backend())
+    stack.enter_context(replaced_init_barrier(meet_makers))
+    stack.enter_context(replaced((Channel, "sends_meet", True)))
     ours = module._new_process_group_helper
 
     def make(
@@ -258,6 +271,20 @@ def _serve(folder: Path) -> None:
         exit_(status)
 
     sys.exit = report_and_exit
+    wait = _standard.synchronize.Event.wait
+
+    def leave_and_wait(event: object, timeout: float | None = None) -> bool:
+        """Wait; a worker of torch's elastic launcher, which has returned, leaves the world first.
+
+        It waits until all workers have returned. One of them may wait for this one.
+        """
+        world, caller = runtime.find_world(), sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        if world is not None and caller.f_globals.get("__name__") == _ELASTIC:
+            runtime.leave_group_world(world)
+        done: bool = wait(event, timeout)
+        return done
+
+    _standard.synchronize.Event.wait = leave_and_wait
 
 
 def _log(folder: Path, line: str) -> None:
@@ -272,6 +299,7 @@ def _join(folder: Path, store: object, rank: int, size: int) -> _WorldStore:
     if not rank:
         _log(folder, "")
     path = folder / f"store-{variables['SYNCPRIMS_RUN_ID']}"
-    _check.close()
-    _check.enter_context(before_ddp_forward(SameParameters(path)))
+    _checks.close()
+    _checks.enter_context(before_ddp_forward(SameParameters(path)))
+    _checks.enter_context(before_new_group(SameMembers(path)))
     return _WorldStore(path, world, 0)
