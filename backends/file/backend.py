@@ -150,12 +150,12 @@ class FileBackend(Backend):
 
         They are this host's part of those that are members `everywhere`.
         """
-        description = BoardDescription(*map(errors.format_ranks, (everywhere, members)))
+        every, here = map(errors.format_ranks, (everywhere, members))
         file = self.file_of(everywhere, name)
         file += "-here" if len(members) < len(everywhere) else ""
         with self.locked_directory() as directory:
             board = SharedMemoryBoard(file, members, self.liveness, processes, name)
-            describe(directory, file + OF_BOARD, description)
+            describe(directory, file + OF_BOARD, BoardDescription(every, here, name))
         self._boards.append(board)
         return board
 

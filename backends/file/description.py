@@ -40,8 +40,8 @@ class RankDescription(NamedTuple):
     pid: int
     now: float  #: of its own clock, as :func:`time.monotonic`
     #: Of its boards with members on several hosts: the members, its last round and the label of
-    #: that, and what it waits for: a round, since when, and whether for data.
-    boards: Sequence[tuple[str, int, str, Sequence[Any]]]
+    #: that, what it waits for: a round, since when, and whether for data; and the board's name.
+    boards: Sequence[tuple[str, int, str, Sequence[Any], str]]
     frames: Sequence[Mapping[str, Any]]  #: the stack of its main thread, if it waits at none
 
 
@@ -68,6 +68,7 @@ class BoardDescription(NamedTuple):
 
     members: str  #: on all hosts
     here: str  #: those whose notes are in the cells, in their order
+    name: str = ""  #: beside it, boards may have the same members
 
 
 def describe(

@@ -401,7 +401,7 @@ class TorchBackend(Backend):
     def _describe_rank(self) -> RankDescription:
         boards = [board.describe() for board in list(self._boards)]
         frames: list[dict[str, Any]] = []
-        if not any(wait[0] for *_, wait in boards):
+        if not any(wait[0] for *_, wait, _ in boards):
             main = threading.main_thread().ident
             frame = sys._current_frames().get(main or 0)  # pyright: ignore[reportPrivateUsage]
             while frame is not None and len(frames) < _MOST_FRAMES:

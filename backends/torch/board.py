@@ -331,11 +331,12 @@ class TwoLevelBoard(Board):
         self._wait = wait
         self.local.publish_wait(wait)
 
-    def describe(self) -> tuple[str, int, str, Sequence[Any]]:
+    def describe(self) -> tuple[str, int, str, Sequence[Any], str]:
         """Return what a :class:`RankDescription` has of this board; on the link's thread."""
         label = self.local.posted_note(self.posted).label
         text = label.encode().decode("latin-1")
-        return errors.format_ranks(self.members), self.posted, text, self._wait[:3]
+        ranks = errors.format_ranks(self.members)
+        return ranks, self.posted, text, self._wait[:3], self.name
 
     # -- abort ----------------------------------------------------------------------------------
 

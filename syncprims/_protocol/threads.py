@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+#: The name of boards at which only threads of the library wait: those of the program may go on.
+BACKGROUND_SAVES = "saves in the background"
+
 #: Functions in which a thread waits for nothing that ends in a call of ours: another thread would
 #: have to give it work, or it never runs the code of users.
 _IDLE = {

@@ -9,9 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from syncprims import errors
-from syncprims._protocol.deadlock import Wait, deadlock_error, find_cycle, find_stuck
+from syncprims._protocol.deadlock import (
+    Wait,
+    deadlock_error,
+    describe_group,
+    find_cycle,
+    find_stuck,
+)
 from syncprims._protocol.diagnosis import Snapshot
-from syncprims.errors import name_ranks
+from syncprims._protocol.threads import BACKGROUND_SAVES
 from syncprims.interface import Label, Status, WaitView
 
 #: Seconds of waiting from which on a finding names who waits: less is part of any program.
@@ -30,6 +36,17 @@ class BoardView(NamedTuple):
     statuses: Mapping[int, Status]  #: of each member
     waits: Mapping[int, WaitView]  #: of members that wait; short waits are not seen
     last_barrier: Label | None = None  #: with a name, that all have passed; if not too long ago
+    name: str = ""  #: beside the group's own, boards of the same members have one
+
+    @property
+    def at(self) -> tuple[tuple[int, ...], str]:
+        """What distinguishes it from the other boards."""
+        return self.members, self.name
+
+    @property
+    def group(self) -> str:
+        """The group that meets there, as messages show it."""
+        return describe_group(*self.at)
 
 
 class WorldView(NamedTuple):
@@ -38,7 +55,7 @@ class WorldView(NamedTuple):
     run_id: str
     backend: str
     world_size: int
-    boards: Sequence[BoardView]  #: that of all ranks first, once it is there
+    boards: Sequence[BoardView]
     hosts: Mapping[int, str]  #: the name of each rank's host, if there are several
     #: Of those whose process the reader can see: they have joined, or one launcher started them.
     pids: Mapping[int, int]
@@ -46,6 +63,10 @@ class WorldView(NamedTuple):
     problem: str = ""  #: why the rest cannot be read, if it cannot
     store: Sequence[Any] = ()  #: where ranks of other hosts describe themselves, if there are any
     others: Mapping[int, Any] = {}  #: the :class:`RankDescription` of those that were read there
+
+    def begins_at(self, board: BoardView) -> bool:
+        """Return whether the world's start is the first round of this board."""
+        return len(board.members) == self.world_size and not board.name
 
 
 class Finding(NamedTuple):
@@ -66,6 +87,11 @@ class RankWait(NamedTuple):
     seconds: float
     missing: Sequence[int]  #: members whose note for the round is not up
 
+    @property
+    def in_background(self) -> bool:
+        """Whether the rank may go on in another thread meanwhile."""
+        return self.board.name.startswith(BACKGROUND_SAVES)
+
     def snapshot(self, rank: int, own: int = 0) -> Snapshot:
         """Return the state of the board, as the waiting `rank` sees it."""
         return Snapshot(self.board.statuses, rank, self.number, self.seconds, own)
@@ -73,11 +99,6 @@ class RankWait(NamedTuple):
     def call(self, rank: int) -> str:
         """Return the call in which `rank` waits."""
         return self.snapshot(rank).call
-
-
-def own_rounds(view: WorldView, board: BoardView) -> int:
-    """Return how many of a board's first rounds are the library's own."""
-    return int(len(board.members) == view.world_size)
 
 
 def judge(
@@ -102,8 +123,9 @@ def judge(
         return Finding("ended", [], text)
     lacking = {rank: wait for rank, wait in long.items() if wait.missing}
     calls = {
-        rank: [Wait(wait.call(rank), name_ranks(wait.board.members), wait.missing)]
+        rank: [Wait(wait.call(rank), wait.board.group, wait.missing)]
         for rank, wait in lacking.items()
+        if not wait.in_background
     }
     held = find_stuck(calls)
     cycle = next(filter(None, (find_cycle(rank, calls, held) for rank in sorted(held))), None)
@@ -124,7 +146,7 @@ def judge(
 def _ended_rank(view: WorldView, waits: Mapping[int, RankWait]) -> tuple[int, Status] | None:
     """Return the rank that has ended and that others wait for, or else that has not ended well."""
     for rank, wait in sorted(waits.items(), key=lambda item: -item[1].seconds):
-        error = wait.snapshot(rank, own_rounds(view, wait.board)).absence()
+        error = wait.snapshot(rank, int(view.begins_at(wait.board))).absence()
         if error is not None and error.rank is not None:
             return error.rank, wait.board.statuses[error.rank]
     for state in ("lost", "failed"):
@@ -149,19 +171,19 @@ def _describe_absence(
     view: WorldView, waits: Mapping[int, RankWait], doing: Mapping[int, str]
 ) -> tuple[list[int], str]:
     """Return the ranks that others wait for and that wait for none, and a description of each."""
-    rounds: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    rounds: dict[tuple[object, int], list[int]] = {}
     for rank in sorted(waits):
-        rounds.setdefault((waits[rank].board.members, waits[rank].number), []).append(rank)
+        rounds.setdefault((waits[rank].board.at, waits[rank].number), []).append(rank)
     ranks: set[int] = set()
     lines: list[str] = []
-    for (members, _), waiting in rounds.items():
+    for waiting in rounds.values():
         first = waits[waiting[0]]
         missing = sorted({rank for other in waiting for rank in waits[other].missing})
-        faults = [rank for rank in missing if rank not in waits]
+        faults = [rank for rank in missing if rank not in waits or waits[rank].in_background]
         ranks.update(faults)
         call = first.call(waiting[0])
-        if len(members) < view.world_size:
-            call += f" in group {name_ranks(members)}"
+        if not view.begins_at(first.board):
+            call += f" in group {first.board.group}"
         seconds = max(waits[rank].seconds for rank in waiting)
         others = f"{subject(waiting)} waited for {seconds:.1f} s"
         lines.append(f"{subject(faults or missing)} not come to {call}, where {others}")

@@ -30,7 +30,6 @@ from .finding import (
     RankWait,
     WorldView,
     judge,
-    own_rounds,
     subject,
 )
 from .processes import ProcessSample, may_spin
@@ -57,7 +56,7 @@ class RankReport(NamedTuple):
     call: str | None  #: the call that it is in or, if it runs, was seen in last
     name: str | None  #: of that call
     site: str | None  #: the ``file:line`` of that call
-    group: list[int] | None  #: whose call it is, if not that of all ranks
+    group: list[int] | None  #: whose call it is; None if it is the world's own
     round: int  #: how many rounds of that group it has taken part in, with the one under way
     rounds: int  #: the same, of all its groups
     waiting_s: float | None  #: how long it has waited in that call; None if it does not
@@ -212,25 +211,28 @@ class Observation:
     def _report(self, path: str, before: _Look, now: _Look) -> WorldReport:
         view, waits = now.view, _common_waits(before, now)
         seen = {*view.pids, *view.others}
-        idle: set[int] = set()  # visible ranks that others wait for: stopped, or outside of a wait
+        held = {rank for rank, wait in waits.items() if not wait.in_background}
+        awaited: set[int] = set()  # visible ranks that others wait for: stopped, or not in a wait
         for wait in waits.values():
             if wait.seconds >= min(NOTABLE, self.stuck_after):
                 for rank in wait.missing or wait.board.members:
                     stopped = rank in view.pids and now.samples[rank].state in "Tt"
-                    if stopped or (wait.missing and rank in seen and rank not in waits):
-                        idle.add(rank)
-        if idle and time.monotonic() - self._lines_at >= _STACKS_EVERY:
-            local = [rank for rank in sorted(idle) if rank in view.pids]
+                    if stopped or (wait.missing and rank in seen and rank not in held):
+                        awaited.add(rank)
+        if awaited and time.monotonic() - self._lines_at >= _STACKS_EVERY:
+            local = [rank for rank in sorted(awaited) if rank in view.pids]
             running = [view.pids[rank] for rank in local if now.samples[rank].state not in "TtZ"]
             self._lines = self._read_lines(running)
             self._lines_at = time.monotonic()
         rows = [
-            _report_rank(rank, before, now, waits.get(rank), self._lines if rank in idle else None)
+            _report_rank(
+                rank, before, now, waits.get(rank), self._lines if rank in awaited else None
+            )
             for rank in range(view.world_size)
         ]
-        doing = {row.rank: row.doing for row in rows if row.rank in idle and row.doing}
+        doing = {row.rank: row.doing for row in rows if row.rank in awaited and row.doing}
         doing |= {rank: f"is {what}" for rank, what in doing.items() if rank in view.others}
-        barrier = view.boards[0].last_barrier if view.boards else None
+        barrier = next((b.last_barrier for b in view.boards if view.begins_at(b)), None)
         waited = max((wait.seconds for wait in waits.values()), default=None)
         last_barrier = None if barrier is None else str(barrier)
         restarts = processes.count_restarts(view.pids.values())
@@ -276,8 +278,8 @@ class Observation:
         ):
             return report  # other threads of theirs carry the data
         doing = {r: _describe(r, before, now, lines.get(pid, "")) for r, pid in pids.items()}
-        who = "all ranks here have" if not outside else subject(inside)
-        text = f"{who} been in {collective} for {waited[longest]:.1f} s or longer"
+        text = subject(inside) if outside else "all ranks here have"
+        text += f" been in {collective} for {waited[longest]:.1f} s or longer"
         if outside:
             text += f", and {name_ranks([row.rank for row in outside])} not"
         for row in outside[:MOST_NAMED]:
@@ -340,7 +342,7 @@ def _common_waits(before: _Look, now: _Look) -> dict[int, RankWait]:
     in between. So the missing notes were missing all the time while this rank waited. If none is
     missing, it is about to go on.
     """
-    old = {board.members: board.waits for board in before.view.boards}
+    old = {board.at: board.waits for board in before.view.boards}
     found: dict[int, RankWait] = {}
     for board in now.view.boards:
         absent: dict[int, list[int]] = {}  # by round
@@ -349,7 +351,7 @@ def _common_waits(before: _Look, now: _Look) -> dict[int, RankWait]:
                 statuses = board.statuses.items()
                 absent[wait.number] = [r for r, one in statuses if one.rounds < wait.number]
             missing, seconds = absent[wait.number], max(0.0, now.at - wait.since)
-            same = old.get(board.members, {}).get(rank) == wait
+            same = old.get(board.at, {}).get(rank) == wait
             longer = rank not in found or seconds > found[rank].seconds
             if same and longer and (missing or wait.for_data):
                 found[rank] = RankWait(board, wait.number, seconds, sorted(missing))
@@ -368,10 +370,13 @@ def _report_rank(
     if state == "unknown":
         state = "absent"
     elif state == "alive":
-        starts = view.boards[0].statuses.values() if view.boards else [Status()]
         if sample.state in "Tt":
             state = "stopped"
-        elif not all(start.rounds for start in starts):  # the first round is the start
+        elif not any(
+            all(one.rounds for one in board.statuses.values())
+            for board in view.boards
+            if view.begins_at(board)
+        ):
             state = "joining"
         elif wait is not None:
             state = "waiting"
@@ -392,9 +397,9 @@ def _report_rank(
     status = board.statuses[rank] if board is not None else view.states.get(rank, Status())
     label, number, behind, group = status.label, status.rounds, 0, None
     if board is not None:
-        number -= own_rounds(view, board)
+        number -= view.begins_at(board)
         behind = max(one.rounds for one in board.statuses.values()) - status.rounds
-        group = list(board.members) if len(board.members) < view.world_size else None
+        group = None if view.begins_at(board) else list(board.members)
     call, name, site = (None,) * 3 if label is None else (label.kind, label.name, label.site)
     rounds = sum(one.statuses[rank].rounds for one in view.boards if rank in one.statuses)
     waiting_s = None if wait is None else round(wait.seconds, 3)
@@ -408,11 +413,11 @@ def _latest_board(rank: int, before: WorldView, now: WorldView) -> BoardView | N
     One at which it has made a call since the first look; else one at which others wait for it; else
     that of all ranks.
     """
-    old = {b.members: b.statuses[rank].rounds for b in before.boards if rank in b.statuses}
+    old = {b.at: b.statuses[rank].rounds for b in before.boards if rank in b.statuses}
 
     def relevance(board: BoardView) -> int:
         rounds = board.statuses[rank].rounds
-        if rounds > old.get(board.members, 0):
+        if rounds > old.get(board.at, 0):
             return 2
         return int(any(rounds < wait.number for wait in board.waits.values()))
 

@@ -90,7 +90,7 @@ class WorldReader:
                 with contextlib.suppress(FileNotFoundError):
                     board = description.BoardDescription(*self._description(file))
                     boards.append(self._board(name, board, states, about))
-        boards.sort(key=lambda board: (-len(board.members), board.members))
+        boards.sort(key=lambda board: (-len(board.members), board.at))
         run_id = about.run_id or self.path.rpartition("/")[0].rpartition("/syncprims-")[2]
         hosts = {rank: name for name, ranks in about.hosts for rank in _ranks(ranks)}
         size = int(about.world_size)
@@ -184,7 +184,8 @@ class WorldReader:
                     rounds, label = report.last_seen(rank) or (rounds, label)
                     statuses[rank] = Status(rounds, label, "alive")
         complete = min(status.rounds for status in statuses.values())
-        return BoardView(tuple(members), statuses, waits, _last_barrier(cells, complete))
+        last = _last_barrier(cells, complete)
+        return BoardView(tuple(members), statuses, waits, last, str(about.name))
 
     def _cells(self, name: str, count: int) -> memory.CellReader:
         with self._opened(name) as fd:
@@ -300,20 +301,24 @@ def add_other_hosts(
     :raises BackendUnavailable: if the store does not answer.
     """
     now, states = time.monotonic(), dict(view.states)
-    boards = {board.members: board for board in view.boards}
-    others = _read_others(view)
-    for rank, about in others.items():
-        behind = clocks.setdefault(rank, now - about.now)
-        lives = not before or rank not in before or before[rank].now != about.now
-        if lives:
-            states[rank] = Status(state="alive")
-        for ranks, rounds, text, (number, since, for_data) in about.boards:
-            members = tuple(_ranks(ranks))
-            board = boards.get(members, BoardView(members, {}, {}))
-            label = Label.decode(text.encode("latin-1"))
-            statuses = {**board.statuses, rank: Status(rounds, label, "alive")}
-            wait = {rank: WaitView(number, since + behind, for_data)} if number and lives else {}
-            boards[members] = board._replace(statuses=statuses, waits={**board.waits, **wait})
+    boards = {board.at: board for board in view.boards}
+    try:
+        others = _read_others(view)
+        for rank, about in others.items():
+            behind = clocks.setdefault(rank, now - about.now)
+            lives = not before or rank not in before or before[rank].now != about.now
+            if lives:
+                states[rank] = Status(state="alive")
+            for ranks, rounds, text, (number, since, for_data), name in about.boards:
+                at = tuple(_ranks(ranks)), name
+                board = boards.get(at, BoardView(at[0], {}, {}, name=name))
+                label = Label.decode(text.encode("latin-1"))
+                statuses = {**board.statuses, rank: Status(rounds, label, "alive")}
+                wait = WaitView(number, since + behind, for_data)
+                waits = {**board.waits, rank: wait} if number and lives else board.waits
+                boards[at] = board._replace(statuses=statuses, waits=waits)
+    except (TypeError, ValueError) as error:  # they are of another version
+        return view._replace(problem=_explain(error))
     whole = [board for board in boards.values() if len(board.statuses) == len(board.members)]
     return view._replace(boards=whole, states=states, others=others)
 

@@ -192,6 +192,67 @@ def test_a_rank_that_waits_for_another_is_not_at_fault(meeting_place: Path) -> N
     assert "  rank 2 has made no call in this group; it sleeps" in text
 
 
+@pytest.mark.parametrize("late_at", ["barrier", "all_reduce"])
+def test_groups_of_the_same_ranks_are_told_apart(late_at: str, meeting_place: Path) -> None:
+    """As all ranks, and the default group of torch.distributed."""
+    import torch
+    import torch.distributed as dist
+
+    def all_reduce() -> None:
+        dist.all_reduce(torch.ones(1))
+
+    def program() -> None:
+        sp.init().open_process_group()
+        all_reduce()
+        sp.barrier("start")
+        if sp.get_rank() == 1:
+            sleep()
+        if late_at == "barrier":
+            sp.barrier()
+        else:
+            all_reduce()
+
+    with running(PAIR, meeting_place, program):
+        seen = await_report(
+            meeting_place, lambda r: names(r, 1) and f"come to {late_at} " in r.finding.text
+        )
+    assert [one.state for one in seen.ranks] == ["waiting", "running"]
+    assert [one.call for one in seen.ranks] == [late_at] * 2
+    assert [one.behind for one in seen.ranks] == [0, 1]
+    assert "'start'" in (seen.last_barrier or "")
+    if late_at == "barrier":
+        assert seen.ranks[0].group is None
+        assert " in group " not in seen.finding.text
+    else:
+        assert seen.ranks[0].group == [0, 1]
+        assert re.search(r"\) in group \[0, 1\] 'group .+', where rank 0 ", seen.finding.text)
+        assert [one.round for one in seen.ranks] == [2, 1]
+
+
+def test_a_rank_whose_save_waits_is_at_fault_if_others_wait_for_it(
+    meeting_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save waits in a thread of its own: that is no deadlock."""
+    from syncprims.training import save_state
+
+    def program() -> None:
+        if sp.get_rank() == 1:
+            monkeypatch.setattr("os.fsync", lambda _: sleep())  # of this process
+        save_state(tmp_path / "saved", {}, block=False)
+        if sp.get_rank() == 0:
+            sleep()
+        sp.barrier("next")
+
+    with running(PAIR, meeting_place, program):
+        seen = await_report(
+            meeting_place,
+            lambda r: "'next'" in r.finding.text and "'saves in the" in r.finding.text,
+        )
+    assert names(seen, 0), seen.finding
+    assert "rank 0 has not come to barrier 'next' (" in seen.finding.text
+    assert ") in group [0, 1] 'saves in the background', where rank 0 has" in seen.finding.text
+
+
 def test_ranks_that_never_joined_are_absent(meeting_place: Path) -> None:
     def program() -> None:
         pass
@@ -253,7 +314,9 @@ def test_a_lost_rank_is_told_while_another_cannot_see_it(meeting_place: Path) ->
         assert all(report.path != seen.path for report in who())
 
 
-def test_two_hosts_each_show_their_ranks_and_what_they_know_of_others(meeting_place: Path) -> None:
+def test_two_hosts_each_show_their_ranks_and_what_they_know_of_others(
+    meeting_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def program() -> None:
         sp.barrier("start")
         if sp.get_rank() == 3:
@@ -277,6 +340,9 @@ def test_two_hosts_each_show_their_ranks_and_what_they_know_of_others(meeting_pl
         all_ranks = await_all(lambda r: r.ranks[2].state == "waiting")
         os.kill(pids[3], signal.SIGSTOP)
         silent = await_all(lambda r: r.ranks[3].state == "elsewhere")
+        # As a reader of another version, whose descriptions have other fields.
+        monkeypatch.setattr("syncprims.who.worlds.description.RankDescription", lambda pid: pid)
+        other_version = await_all(lambda r: True)
     assert [one.state for one in here.ranks] == ["waiting", "waiting", "elsewhere", "elsewhere"]
     assert [one.state for one in other.ranks] == ["elsewhere", "elsewhere", "waiting", "running"]
     assert here.run_id == other.run_id
@@ -294,6 +360,8 @@ def test_two_hosts_each_show_their_ranks_and_what_they_know_of_others(meeting_pl
     assert all_ranks.ranks[3].doing.endswith(line)
     assert names(silent, 3)
     assert f"(pid {pids[3]}): it is stopped, or " in silent.finding.text
+    assert other_version.finding.kind == "unreadable"
+    assert "of another version of syncprims" in other_version.finding.text
 
 
 def test_a_world_is_found_by_run_directory_and_process(meeting_place: Path) -> None:

@@ -18,6 +18,7 @@ from concurrent.futures import Future, wait
 import torch
 
 from syncprims import CheckpointError, current
+from syncprims._protocol.threads import BACKGROUND_SAVES
 from syncprims._world.group import Group, internals_of
 from syncprims._world.runtime import get_active_group, get_world
 
@@ -141,7 +142,7 @@ def _group_of_threads() -> Group:
     groups: dict[tuple[int, tuple[int, ...]], Group] = world.extras.setdefault(_GROUPS, {})
     key = world.epoch, active.ranks
     if key not in groups:
-        rounds = world.open_rounds(active.ranks, "saves in the background")
+        rounds = world.open_rounds(active.ranks, BACKGROUND_SAVES)
         groups[key] = Group(active.ranks, world.rank, rounds, None)
     return groups[key]
 
