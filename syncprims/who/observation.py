@@ -87,6 +87,19 @@ class _Look(NamedTuple):
     samples: Mapping[int, ProcessSample]
 
 
+@dataclass
+class _Kept:
+    """What is kept of a world from one look to the next."""
+
+    before: _Look | None = None
+    clocks: dict[int, float] = field(default_factory=dict[int, float])  #: of ranks of other hosts
+    lines: dict[int, str] = field(default_factory=dict[int, str])  #: of processes
+    lines_at: float = -math.inf
+    #: The ranks in collectives of torch, each with its line and rounds, and the first look at it
+    #: there.
+    in_torch: dict[int, tuple[Any, ProcessSample]] = field(default_factory=dict[int, Any])
+
+
 def who(
     which: str | int | os.PathLike[str] | None = None,
     *,
@@ -118,53 +131,44 @@ class Observation:
     all_hosts: bool = False
     pause: float = _PAUSE  #: seconds between two looks, at least
     refused: Sequence[str] = ()  #: directories that this user may not read
-    #: By world: the clocks of the ranks of other hosts.
-    _clocks: dict[str, dict[int, float]] = field(default_factory=dict[str, dict[int, float]])
-    _before: dict[str, _Look] = field(default_factory=dict[str, _Look])
-    _lines: dict[int, str] = field(default_factory=dict[int, str])
-    _lines_at: float = -math.inf
-    #: By world: the ranks in collectives of torch, each with its line and rounds, and the first
-    #: look at it there.
-    _in_torch: dict[str, dict[int, tuple[Any, ProcessSample]]] = field(
-        default_factory=dict[str, Any]
-    )
+    _kept: dict[str, _Kept] = field(default_factory=dict[str, _Kept])  # by world
 
     def __post_init__(self) -> None:
         self._readers = self._find()
 
     def look(self) -> list[WorldReport]:
         """Return what the worlds do now; none once all have ended."""
-        if self.which is None and self._before:
+        if self.which is None and self._kept:
             self.close()
             self._readers = self._find()
         reports: list[WorldReport] = []
-        seen: dict[str, _Look] = {}
+        worlds: dict[str, _Kept] = {}
         for reader in self._readers:
             view = reader.read()
             if view is not None and (self.which is not None or _lives(view)):
+                kept = worlds[reader.path] = self._kept.get(reader.path) or _Kept()
                 unknown = [r for r, one in view.states.items() if one.state == "unknown"]
                 if unknown and view.pids:
                     started = processes.find_started(view.pids.values(), unknown)
                     view = view._replace(pids={**view.pids, **started})
                 if self.all_hosts and view.store:
-                    view = self._add_other_hosts(reader.path, view)
+                    view = self._add_other_hosts(view, kept)
                 samples = {rank: processes.sample(pid) for rank, pid in view.pids.items()}
-                look = seen[reader.path] = _Look(view, time.monotonic(), samples)
-                before = self._before.get(reader.path, look)
-                report = self._report(reader.path, before, look)
+                look = _Look(view, time.monotonic(), samples)
+                before, kept.before = kept.before or look, look
+                report = self._report(reader.path, kept, before, look)
                 if report.finding.kind in ("moving", "lost", "failed"):
-                    report = self._look_into_torch(report, before, look)
+                    report = self._look_into_torch(report, kept, before, look)
                 reports.append(report)
-        self._before = seen
+        self._kept = worlds
         return reports
 
-    def _add_other_hosts(self, path: str, view: WorldView) -> WorldView:
+    def _add_other_hosts(self, view: WorldView, kept: _Kept) -> WorldView:
         from .worlds import add_other_hosts
 
         self.pause = max(self.pause, 1.5 * view.store[-1])  # until each has published again
-        before = self._before.get(path)
-        clocks = self._clocks.setdefault(path, {})
-        return add_other_hosts(view, before.view.others if before else None, clocks)
+        before = kept.before.view.others if kept.before else None
+        return add_other_hosts(view, before, kept.clocks)
 
     def close(self) -> None:
         """Release what is open."""
@@ -208,7 +212,7 @@ class Observation:
 
     # -- reporting ------------------------------------------------------------------------------
 
-    def _report(self, path: str, before: _Look, now: _Look) -> WorldReport:
+    def _report(self, path: str, kept: _Kept, before: _Look, now: _Look) -> WorldReport:
         view, waits = now.view, _common_waits(before, now)
         seen = {*view.pids, *view.others}
         held = {rank for rank, wait in waits.items() if not wait.in_background}
@@ -219,14 +223,13 @@ class Observation:
                     stopped = rank in view.pids and now.samples[rank].state in "Tt"
                     if stopped or (wait.missing and rank in seen and rank not in held):
                         awaited.add(rank)
-        if awaited and time.monotonic() - self._lines_at >= _STACKS_EVERY:
+        if awaited and time.monotonic() - kept.lines_at >= _STACKS_EVERY:
             local = [rank for rank in sorted(awaited) if rank in view.pids]
             running = [view.pids[rank] for rank in local if now.samples[rank].state not in "TtZ"]
-            self._lines = self._read_lines(running)
-            self._lines_at = time.monotonic()
+            kept.lines, kept.lines_at = self._read_lines(running), time.monotonic()
         rows = [
             _report_rank(
-                rank, before, now, waits.get(rank), self._lines if rank in awaited else None
+                rank, before, now, waits.get(rank), kept.lines if rank in awaited else None
             )
             for rank in range(view.world_size)
         ]
@@ -240,13 +243,15 @@ class Observation:
         finding = judge(view, waits, doing, self.stuck_after)
         return WorldReport(*view[:3], rows, finding, path, last_barrier, restarts, idle_s)
 
-    def _look_into_torch(self, report: WorldReport, before: _Look, now: _Look) -> WorldReport:
+    def _look_into_torch(
+        self, report: WorldReport, kept: _Kept, before: _Look, now: _Look
+    ) -> WorldReport:
         """Return the report of a world, some of whose ranks stand in collectives of torch.
 
         Nothing but their lines shows that. A rank stands there if it was in the same line at the
         look before, and has not gone on meanwhile.
         """
-        known = self._in_torch.pop(report.path, {})
+        known, kept.in_torch = kept.in_torch, {}
         pids = {row.rank: row.pid for row in report.ranks if row.state in _ALONE and row.pid}
         if not any(map(processes.uses_torch, pids.values())):
             return report
@@ -255,7 +260,7 @@ class Observation:
             why = "whether one waits in torch is not seen, since py-spy cannot read them here"
             text = f"no rank waits in a call of this library; {why}"
             return report._replace(finding=report.finding._replace(text=text))
-        stands, waited = self._in_torch.setdefault(report.path, {}), dict[int, float]()
+        stands, waited = kept.in_torch, dict[int, float]()
         for rank, pid in pids.items():
             line, sample = lines.get(pid, ""), now.samples[rank]
             if line.endswith(processes.IN_TORCH):

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ import syncprims as sp
 from syncprims._world.launchers import make_rank_variables
 from syncprims.interface import Label, Status, WaitView
 from syncprims.who import WorldReport, who
-from syncprims.who.finding import BoardView, RankWait, WorldView, judge
+from syncprims.who.finding import NOTABLE, BoardView, RankWait, WorldView, judge
 from syncprims.who.observation import Observation
 from syncprims.who.processes import find_py_spy
 
@@ -251,6 +252,20 @@ def test_a_rank_whose_save_waits_is_at_fault_if_others_wait_for_it(
     assert names(seen, 0), seen.finding
     assert "rank 0 has not come to barrier 'next' (" in seen.finding.text
     assert ") in group [0, 1] 'saves in the background', where rank 0 has" in seen.finding.text
+
+
+def test_every_world_shows_the_lines_of_its_late_ranks(meeting_place: Path) -> None:
+    def program() -> None:
+        if sp.get_rank() == 1:
+            loop_in_python()
+        sp.barrier()
+
+    world = partial(running, PAIR, meeting_place, program)
+    with world() as first, world() as second:
+        for pids in (first, second):
+            await_report(pids[0], lambda r: names(r, 1) and r.finding.waited_s > NOTABLE)
+        seen = who(meeting_place)
+    assert [LINE in report.ranks[1].doing for report in seen] == [True, True], seen
 
 
 def test_ranks_that_never_joined_are_absent(meeting_place: Path) -> None:
