@@ -36,7 +36,6 @@ from syncprims.who.processes import find_py_spy
 from .console import CommandParser, Style, table
 from .options import SECONDS
 
-_PAUSE = 0.1  # seconds between the first two looks
 _MARGIN = 10.0  # seconds that the looks take
 _COLOURS = {"moving": "green", "waiting": "yellow", "torch": "yellow", "ended": "bold"}
 
@@ -68,8 +67,8 @@ def add_arguments(parser: CommandParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what the ranks do, once or repeatedly, and return the exit code."""
     style = Style(sys.stdout, options.environ)
-    pause, watched = options.watch or _PAUSE, options.watch is not None
-    code = 0
+    watched = options.watch is not None
+    code, shown = 0, None  # the number of worlds that were shown last
     with (
         contextlib.closing(
             Observation(options.which, options.stuck_after, options.all_hosts)
@@ -79,11 +78,11 @@ def run(options: argparse.Namespace) -> int:
         observation.look()
         time.sleep(observation.pause)
         patience = time.monotonic() + options.stuck_after + _MARGIN
-        while (reports := observation.look()) or not watched:
+        while (reports := observation.look()) or not (watched and (shown or options.which)):
             findings = [report.finding for report in reports]
             in_torch = any(one.kind == "torch" and not one.stuck for one in findings)
             if not watched and in_torch and time.monotonic() < patience:
-                time.sleep(_PAUSE)  # nothing says since when: so it is watched
+                time.sleep(observation.pause)  # nothing says since when: so it is watched
                 continue
             code = _code(findings)
             text = "\n".join(_text(reports, observation.refused, style))
@@ -91,11 +90,12 @@ def run(options: argparse.Namespace) -> int:
                 text = "\n".join(json.dumps(as_dict(report)) for report in reports)
             if watched and not options.json:  # on a terminal in place of the text before
                 text = "\033[H\033[2J" + text if style.is_terminal else text + "\n"
-            if text:
+            if text and (reports or shown is None):
                 print(text, flush=True)  # noqa: T201
             if not watched:
                 break
-            time.sleep(max(observation.pause, pause))
+            shown = len(reports)
+            time.sleep(max(observation.pause, options.watch))
     return code
 
 

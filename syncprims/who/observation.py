@@ -134,11 +134,11 @@ class Observation:
     _kept: dict[str, _Kept] = field(default_factory=dict[str, _Kept])  # by world
 
     def __post_init__(self) -> None:
-        self._readers = self._find()
+        self._readers = () if self.which is None else self._find()
 
     def look(self) -> list[WorldReport]:
         """Return what the worlds do now; none once all have ended."""
-        if self.which is None and self._kept:
+        if self.which is None:
             self.close()
             self._readers = self._find()
         reports: list[WorldReport] = []

@@ -241,6 +241,39 @@ def test_it_watches_until_the_end(tmp_path: Path) -> None:
     assert {line["run_id"] for line in lines} == {seen.run_id}
 
 
+#: `syncprims who`, on a host where worlds can only be in the directory of the first argument.
+WHO_ALONE = """
+import sys
+from functools import partial
+from syncprims.cli import main
+from syncprims.who import worlds
+worlds.find_worlds = partial(worlds.find_worlds, path=sys.argv[1])
+sys.exit(main(["who", *sys.argv[2:]]))
+"""
+
+
+def test_it_says_that_there_is_no_world_and_watches_for_one(tmp_path: Path) -> None:
+    watch = subprocess.Popen(
+        [sys.executable, "-c", WHO_ALONE, str(tmp_path), "--watch", "0.01"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environ(),
+    )  # fmt: skip
+    assert watch.stdout is not None
+    try:
+        first = watch.stdout.readline()
+        with job(tmp_path, RUN, SYNCPRIMS_DIR=str(tmp_path)) as started:
+            seen = hangs(started)
+            line = watch.stdout.readline()
+            while line and not line.startswith(seen.run_id):
+                assert "no world" not in line
+                line = watch.stdout.readline()
+            (tmp_path / "go").touch()
+            _, err = watch.communicate(timeout=PATIENCE)
+    finally:
+        watch.kill()
+    assert first == "no world runs on this host, as far as this user can see\n"
+    assert (watch.returncode, err, bool(line)) == (0, "", True)
+
+
 def test_a_run_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["who", "gone"]) == 2
     assert "no world runs with run id 'gone' on this host" in capsys.readouterr().err
