@@ -52,8 +52,9 @@ class _File:
         self.size = 0
         self._numbers = itertools.count()  # of texts: two threads never take the same
         self._texts: dict[str, int] = {}
-        # By the identity of a label, which is kept here: no other one has it meanwhile.
-        self._tags: dict[int, tuple[int, Label]] = {}
+        # By the identity of a label, which is kept here: no other one has it meanwhile. Groups may
+        # share one, as calls on one line do.
+        self._tags: dict[tuple[int, str], tuple[int, Label]] = {}
         text = json.dumps(facts)
         self.text(f"{FORMAT}{zlib.crc32(text.encode()):x} {text}")
 
@@ -72,12 +73,13 @@ class _File:
 
     def tag(self, label: Label, group: str) -> int:
         """Return what the tag of a round of `label` has beside its kind."""
-        known = self._tags.get(id(label))
+        key = id(label), group
+        known = self._tags.get(key)
         if known is None:
             if len(self._tags) > _MOST_TEXTS:
                 self._tags.clear()
             facts = [group, label.kind, label.name, label.src, label.op, label.site]
-            known = self._tags[id(label)] = self.text(json.dumps(facts)) << CALL, label
+            known = self._tags[key] = self.text(json.dumps(facts)) << CALL, label
         return known[0]
 
     def text(self, text: str) -> int:

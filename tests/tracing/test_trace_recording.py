@@ -68,6 +68,21 @@ def test_every_round_of_every_rank_is_written_down(world: Ranks, tmp_path: Path)
     check_causality(run)
 
 
+@several(2)
+def test_rounds_of_two_groups_on_one_line_are_told_apart(world: Ranks, tmp_path: Path) -> None:
+    def program() -> None:
+        alone = sp.group([0])
+        for barrier in [sp.barrier, alone.barrier][: 2 - sp.get_rank()]:
+            barrier("same")
+
+    world.run(program, SYNCPRIMS_TRACE=str(tmp_path))
+    run = only_run(tmp_path)
+    assert run.groups == [(0, 1), (0,)]
+    of_main = run.ranks[0].rounds
+    barriers = [number for number, call in enumerate(run.calls) if call.kind == "barrier"]
+    assert sorted(of_main["group"][np.isin(of_main["call"], barriers)].tolist()) == [0, 1]
+
+
 @FEW
 def test_a_deferred_round_was_not_waited_for_meanwhile(world: Ranks, tmp_path: Path) -> None:
     def program() -> None:
