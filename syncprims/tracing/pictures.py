@@ -170,6 +170,8 @@ def _events(analysis: Analysis, shortest: float) -> Iterator[dict[str, Any]]:
             members = run.groups[group]
             everyone = len(members) == run.world_size
             text = "all ranks" if everyone else f"ranks {', '.join(map(str, members))}"
+            _, _, board = str(run.groups.key(group)).partition(" ")
+            text += f" {board!r}" if board else ""
             yield {**about, "tid": group, "name": "thread_name", "args": {"name": text[:200]}}
         yield from _slices(analysis, rank, shortest)
 

@@ -46,6 +46,10 @@ class Numbered(list[T]):
             self.append(thing)
         return self._numbers[key]
 
+    def key(self, number: int) -> Hashable:
+        """Return the key of the thing with this number."""
+        return [*self._numbers][number]
+
 
 @dataclass
 class RankTrace:

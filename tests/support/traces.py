@@ -83,6 +83,7 @@ class Planted:
         kind: str = "barrier",
         name: str | None = None,
         site: str = "train.py:7",
+        board: str = "",
         costs: int = 1000,
         drift: float = 0.0,
     ) -> None:
@@ -95,7 +96,7 @@ class Planted:
             ahead = self._ahead[rank]
             shift = ahead + int(drift * arrival) if ahead else 0
             came, gone = arrival + shift, last + costs * (1 + rank) + shift
-            group = f"0-{self.ranks - 1}"
+            group = f"0-{self.ranks - 1} {board}".rstrip()
             outcome = "PeerLost" if None in arrivals else ""
             self._recorders[rank].record(group, label, came, came, gone, number, outcome=outcome)
 

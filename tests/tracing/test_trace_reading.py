@@ -304,6 +304,18 @@ def test_the_chrome_trace_is_as_its_format_says(planted: Planted) -> None:
     assert {e["args"]["last to come"] for e in late} == {2}  # whom they waited for
 
 
+def test_groups_of_the_same_ranks_have_other_names_in_the_chrome_trace(plant: Plant) -> None:
+    run = plant(2)
+    run.round(1, [AT, AT])
+    run.round(1, [AT, AT], board="group 0")
+    run.leave(AT + SECOND)
+    path = run.directory / "trace.json"
+    pictures.write_chrome_trace(analysis_of(run), path)
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {"all ranks", "all ranks 'group 0'"}
+
+
 def test_a_long_trace(planted: Planted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pictures, "MOST_SLICES", 30)
     path = tmp_path / "short.json"
