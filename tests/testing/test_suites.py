@@ -358,7 +358,11 @@ def test_a_suite_runs_unchanged_in_threads(tmp_path: Path) -> None:
     others = "pool or test_processes or begins or output or backend"  # no adapter serves these
     out = run_pytest(tmp_path, "--syncprims-worlds=threads", "-k", f"not ({others})")
     assert outcomes(7, ", 8 deselected") in out, out
+    assert "9 launches in worlds of threads" in out
     assert "1 left to its own launcher: the processes are not joined at once" in out
+    if find_spec("expecttest"):
+        assert "left to its own launcher: a process that no adapter has started" in out
+        assert "1 left to its own launcher: a MultiThreadedTestCase of torch" in out
 
 
 EARLY = """

@@ -16,12 +16,9 @@ import pickle
 import re
 import subprocess
 import sys
-import threading
 import traceback
-import unittest
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
-from functools import partial
+from collections.abc import Callable, Generator
 from typing import Any, NoReturn
 
 import torch
@@ -151,6 +148,18 @@ class SuiteThreads(Suites):
         self._counts = True
         before = self._replace(multiprocessing.process.BaseProcess, "start", start)
 
+    def start(self) -> None:
+        """Count the tests of torch's own whose ranks are threads: nothing else sees these start."""
+        base = sys.modules.get("torch.testing._internal.common_distributed")
+        if base is None:
+            return
+
+        def spawn(case: object) -> None:
+            self.left_alone["a MultiThreadedTestCase of torch"] += 1
+            before(case)
+
+        before = self._replace(base.MultiThreadedTestCase, "_spawn_threads", spawn)
+
     def report(self) -> list[str]:
         """Return how many launches were worlds, and what was left to itself, and why."""
         return [f"{self._in_worlds} launches in worlds of threads", *super().report()]
@@ -198,7 +207,7 @@ class SuiteThreads(Suites):
             links = [link for leaf in leaves(error) for link in chain_of(leaf)]
             verdicts = [link for link in links if isinstance(link, SyncError)]
             refused = any(isinstance(link, ConcurrentCall) for link in verdicts)
-            if (refused or not verdicts) and not isinstance(error, _Exited | unittest.SkipTest):
+            if (refused or not verdicts) and not isinstance(error, _Exited):
                 error.add_note(_HINT)
             raise
 
@@ -260,150 +269,6 @@ class SuiteThreads(Suites):
 
         before = self._replace(api.elastic_launch, "__call__", call)
 
-    # -- torch's own bases of tests ---------------------------------------------------------------
-
-    def start(self) -> None:
-        """Serve these, if the suite has imported them: the import changes settings of torch."""
-        base = sys.modules.get("torch.testing._internal.common_distributed")
-        if base is None:
-            return
-        skips = {skip.exit_code: skip.message for skip in base.TEST_SKIPS.values()}
-
-        def join_processes(case: Any, fn: Any) -> None:
-            name, cls = case._current_test_name(), type(case)
-
-            def run_test(mine: object, name: str, _: None) -> None:
-                """Run it without a pipe to the parent process."""
-                if hasattr(base, "common_utils"):  # torch 2.6 does not do this
-                    base.common_utils.set_rng_seed()
-                try:
-                    getattr(mine, name)()
-                finally:
-                    if getattr(mine, "destroy_pg_upon_exit", False):
-                        _destroy_groups()
-
-            places = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-            # Its _run is what a class of its own replaces, to open a group before each test.
-            own: Any = type(cls.__name__, (cls,), {**places, "run_test": run_test})
-            ranks = int(case.world_size)
-
-            def program(rank: int) -> None:
-                own._run(rank, name, case.file_name, None)
-
-            if ranks < 1:
-                why = "a test without ranks"
-            elif getattr(case, "fake_pg", False) or fn in getattr(
-                case, "special_return_code_checks", ()
-            ):
-                why = "a test that checks how its processes end"
-            else:
-                self._run_test(program, ranks, skips, "Process")
-                return
-            with self._left(why):
-                start(case, case.syncprims_process)
-                join(case, fn)
-
-        def remember(case: Any, process: Any) -> None:
-            case.syncprims_process = process  # started only if no world can serve the test
-
-        start = self._replace(base.MultiProcessTestCase, "_start_processes", remember)
-        join = self._replace(base.MultiProcessTestCase, "_join_processes", join_processes)
-        self._serve_threaded_bases(base.MultiThreadedTestCase, skips)
-        if hasattr(base, "MultiProcContinuousTest"):  # not in torch 2.6
-            self._serve_continuous_base(base.MultiProcContinuousTest, skips)
-
-    def _serve_threaded_bases(self, base: Any, skips: Mapping[Any, str]) -> None:
-        def join_threads(cls: Any, _: object, fn: Any) -> None:
-            case = fn.__self__
-            name, ranks = case._current_test_name, case.world_size
-
-            def program(rank: int) -> None:
-                mine = cls(name)
-                mine.rank = rank
-                if hasattr(mine, "_tls"):
-                    mine._tls = threading.local()
-                    mine._tls.precision, mine._tls.rel_tol = cls._precision, cls._rel_tol
-                importlib.import_module("torch.distributed").init_process_group(
-                    "threaded", rank=rank, world_size=ranks
-                )
-                try:
-                    mine.perThreadSetUp()
-                    getattr(mine, name)()
-                finally:
-                    _destroy_groups()
-                    mine.perThreadTearDown()
-
-            self._run_test(program, ranks, skips, "Thread")
-
-        def spawn_threads(case: object) -> None:
-            """Start none: the test starts a world when it runs."""
-
-        self._replace(base, "_spawn_threads", spawn_threads)
-        self._replace(base, "_join_threads", classmethod(join_threads))
-
-    def _serve_continuous_base(self, base: Any, skips: Mapping[Any, str]) -> None:
-        """Serve the base whose processes run all tests of a class: each test gets a world."""
-
-        def spawn_processes(cls: Any, world_size: int) -> None:
-            def program(name: str, rank: int) -> None:
-                places = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-                own: Any = type(cls.__name__, (cls,), {**places, "rank": rank})
-                dist = importlib.import_module("torch.distributed")
-                dist.init_process_group(own.backend_str(), timeout=own.timeout)
-                own.pg = dist.group.WORLD
-                try:
-                    own._run_test_given_id(name)
-                finally:
-                    _destroy_groups()
-
-            def run(name: str) -> Any:
-                try:
-                    self._run_test(partial(program, name), world_size, skips, "Process")
-                except Exception as error:
-                    return error
-                return name
-
-            cls.rdvz_file = ""
-            cls.processes = cls.task_queues = cls.completion_queues = [_Process(run)]
-
-        self._replace(base, "_spawn_processes", classmethod(spawn_processes))
-
-    def _run_test(
-        self, program: Callable[[int], Any], ranks: int, skips: Mapping[Any, str], what: str
-    ) -> None:
-        """Run a test of torch, and raise what its base class raises."""
-        try:
-            self._run(program, ranks)
-        except _Exited as error:
-            if error.code in skips:
-                raise unittest.SkipTest(skips[error.code]) from None
-            raise RuntimeError(f"{what} {_rank_of(error)} exited with {error.code}") from error
-        except unittest.SkipTest:
-            raise
-        except Exception as error:
-            text = "".join(traceback.format_exception(error))
-            raise RuntimeError(
-                f"{what} {_rank_of(error)} exited with exception:\n{text}"
-            ) from error
-
-
-class _Process:
-    """An object that such a base class accepts as a process and its two queues."""
-
-    def __init__(self, run: Callable[[str], Any]) -> None:
-        self._run = run
-
-    def put(self, name: str | None) -> None:
-        """Take the name of the next test; None after the last one."""
-        self._name = name
-
-    def get(self, timeout: float) -> Any:
-        """Run that test, and return its name or what it raised."""
-        return self._run(self._name or "")
-
-    def join(self) -> None:
-        """Return: there is no process."""
-
 
 def _rank_of(error: BaseException) -> int:
     """Return the rank that has raised it, which a note names."""
@@ -418,9 +283,3 @@ def _raise_child_failed(error: Exception) -> NoReturn:
     failure = errors.ProcessFailure(rank, os.getpid(), 1, "<N/A>")
     failure.message = "".join(traceback.format_exception(error))
     raise errors.ChildFailedError("world", {rank: failure}) from error
-
-
-def _destroy_groups() -> None:
-    dist = importlib.import_module("torch.distributed")
-    if dist.is_initialized():
-        dist.destroy_process_group()
