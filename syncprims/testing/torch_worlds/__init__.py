@@ -13,7 +13,6 @@ import math
 import os
 import pickle
 import tempfile
-import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 
 from syncprims import errors
-from syncprims._data.replicas import digest_tensors
 from syncprims._protocol.call_site import NoteCache
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims._system.host import free_port
@@ -259,51 +257,6 @@ class _Rendezvous:
         return stores[-1], world.rank, world.world_size
 
 
-class SameParameters:
-    """Compares the parameters of each DDP model between ranks before its synchronizing passes.
-
-    DDP assumes that they are equal, and trains on in silence where they are not. There is no round
-    for it: the first rank leaves digests, and each other one compares its own.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._models: dict[int, int] = {}  # how many each rank has, in the order of their use
-        self._passes = weakref.WeakKeyDictionary[Any, tuple[int, int]]()  # number of model and pass
-
-    def __call__(self, model: Any) -> None:
-        """Compare.
-
-        :raises RankMismatch: if parameters differ from those of another rank.
-        """
-        rank, ranks = current().rank, dist.get_process_group_ranks(model.process_group)
-        number, passed = self._passes.get(model, (self._models.setdefault(rank, 0), 0))
-        if not passed:
-            self._models[rank] += 1
-        self._passes[model] = number, passed + 1
-        with torch_internals.without_modes():
-            mine = digest_tensors(
-                (name, parameter)
-                for name, parameter in model.module.named_parameters()
-                if name not in model.parameters_to_ignore
-            )
-        place = ("parameters", *ranks, number, passed)
-        with _shared(self._path) as values:
-            first, theirs, compared = values.pop(place, (rank, mine, 0))
-            if compared + 1 < len(ranks):
-                values[place] = first, theirs, compared + 1
-        names = [name for name, digest in mine.items() if theirs.get(name, digest) != digest]
-        if names:
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
-            raise errors.RankMismatch(
-                f"a DDP model has other parameters on rank {rank} than on rank {first} before its "
-                f"synchronizing forward pass {passed + 1}: {shown}. DDP averages gradients only. "
-                f"Look for a no_sync() or an optimizer step that not all ranks make, or a rank "
-                f"that changes parameters by itself",
-                rank=rank,
-            )
-
-
 class SameMembers:
     """Compares the members of each group between the ranks that make it.
 
@@ -354,7 +307,7 @@ def meet_makers(call: str, ranks: Sequence[int] | None) -> None:
 def _serve(store: Path, replicas: bool) -> Generator[None]:
     """Serve, within the block, every group that this process opens; `store` is a file.
 
-    With `replicas`, compare them at each step.
+    With `replicas`, compare them at each step, and not only what DDP assumes.
     """
     comparison = ReplicaComparison(partial(_shared, store))
     with (
@@ -364,7 +317,7 @@ def _serve(store: Path, replicas: bool) -> Generator[None]:
         changes_at_wait(),
         torch_internals.replaced((Channel, "sends_meet", True)),
         torch_internals.before_new_group(SameMembers(store)),
-        torch_internals.before_ddp_forward(SameParameters(store)),
+        torch_internals.before_ddp_forward(comparison.before_ddp_forward),
         comparison.at_each_step() if replicas else contextlib.nullcontext(),
     ):
         yield

@@ -1,4 +1,4 @@
-"""Replicas of a world of a test, compared at each step of each optimizer.
+"""Replicas of a world of a test, compared between its ranks.
 
 There is no round for it: a rank leaves its digests in a file, and the last one compares. So the
 numbers of rounds stay those of the program, and no rank waits.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from types import FrameType
 from typing import Any
@@ -27,19 +28,32 @@ Shared = Callable[[], contextlib.AbstractContextManager[dict[Any, Any]]]
 
 
 class ReplicaComparison:
-    """Compares what each optimizer steps: its models, and the tensors that it keeps for them.
+    """Compares the parameters of DDP models, or all that each optimizer steps.
 
-    A model is found by its forward pass. Its buffers are compared before the first pass after the
-    step: until then, whoever makes them equal may do so.
+    That is its models, and the tensors that it keeps for them. A model is found by its forward
+    pass. Its buffers are compared before the first pass after the step: until then, whoever makes
+    them equal may do so.
     """
 
     def __init__(self, shared: Shared) -> None:
         """Use the dictionary that all ranks share."""
         self._shared = shared
         self._seen = weakref.WeakSet[nn.Module]()  # that have had a forward pass
-        self._steps = weakref.WeakKeyDictionary[Optimizer, tuple[int, int]]()  # number, steps
-        self._counts: dict[int, int] = {}  # of the optimizers of each rank
+        self._uses = weakref.WeakKeyDictionary[nn.Module | Optimizer, tuple[int, int]]()
+        self._counts = Counter[tuple[int, type]]()  # of the models and optimizers of each rank
         self._due = weakref.WeakKeyDictionary[nn.Module, tuple[str, object]]()  # at the next pass
+
+    def before_ddp_forward(self, model: DDP) -> None:
+        """Compare the parameters of a DDP model before a forward pass that synchronizes.
+
+        DDP assumes that they are equal, and trains on in silence where they are not.
+
+        :raises RankMismatch: if they differ.
+        """
+        number, count = self._count(model, DDP)
+        with torch_internals.without_modes():
+            place = f"before the synchronizing forward pass {count}", number
+            self._compare(model, place, replicas.digest_model(model))
 
     @contextlib.contextmanager
     def at_each_step(self) -> Generator[None]:
@@ -64,13 +78,8 @@ class ReplicaComparison:
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if _is_inside_another():
             return
-        rank = current().rank
-        if optimizer not in self._steps:
-            self._counts[rank] = self._counts.get(rank, -1) + 1
-            self._steps[optimizer] = self._counts[rank], 0
-        number, step = self._steps[optimizer]
-        self._steps[optimizer] = number, step + 1
-        when = f"after step {step + 1}" + (f" of optimizer {number}" if number else "")
+        number, step = self._count(optimizer, Optimizer)
+        when = f"after step {step}" + (f" of optimizer {number}" if number else "")
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         with torch_internals.without_modes():
             for index, model in enumerate(self._find_models(stepped)):
@@ -83,6 +92,14 @@ class ReplicaComparison:
             names = (f"parameter {index} of the optimizer" for index in range(len(stepped)))
             rest = replicas.digest_tensors(zip(names, stepped, strict=True))
             self._compare(None, (when, "rest"), rest)
+
+    def _count(self, used: nn.Module | Optimizer, kind: type) -> tuple[int, int]:
+        """Return its number among those of its kind on this rank, and how often it was used."""
+        number, count = self._uses.get(used, (self._counts[current().rank, kind], 0))
+        if not count:
+            self._counts[current().rank, kind] += 1
+        self._uses[used] = number, count + 1
+        return self._uses[used]
 
     def _find_models(self, stepped: Sequence[nn.Parameter]) -> list[nn.Module]:
         """Return the outermost models that have some of these, in their order."""

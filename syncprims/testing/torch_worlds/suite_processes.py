@@ -45,11 +45,12 @@ from syncprims.errors import PeerFailed, chain_of
 
 from . import (
     SameMembers,
-    SameParameters,
+    _shared,  # pyright: ignore[reportPrivateUsage]
     _WorldStore,  # pyright: ignore[reportPrivateUsage]
     import_lazy_modules,
     meet_makers,
 )
+from .replicas import ReplicaComparison
 from .suites import Suites
 
 _standard: Any = multiprocessing  # its types leave out what is replaced here
@@ -300,6 +301,7 @@ def _join(folder: Path, store: object, rank: int, size: int) -> _WorldStore:
         _log(folder, "")
     path = folder / f"store-{variables['SYNCPRIMS_RUN_ID']}"
     _checks.close()
-    _checks.enter_context(before_ddp_forward(SameParameters(path)))
+    comparison = ReplicaComparison(functools.partial(_shared, path))
+    _checks.enter_context(before_ddp_forward(comparison.before_ddp_forward))
     _checks.enter_context(before_new_group(SameMembers(path)))
     return _WorldStore(path, world, 0)
