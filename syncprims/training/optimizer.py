@@ -1,18 +1,25 @@
-"""Prepared optimizers and schedules: they advance when a window is closed."""
+"""Prepared optimizers and schedules: they advance when a window is closed.
+
+After a step, optimizers and models can be compared between ranks.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from syncprims import all_gather, get_world_size
+from syncprims._data import replicas
+
 from .accumulation import AccumulationWindow, Accumulator, parameters_of
-from .replicas import compare_replicas
 
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # pyright: ignore[reportPrivateUsage]
 
@@ -150,7 +157,7 @@ class PreparedOptimizer(Optimizer):
         joining = accumulator._announce is not None  # pyright: ignore[reportPrivateUsage]
         if step % (accumulator.check_replicas or 1) == 0 and not joining:
             inside = window is not None and window.inside
-            compare_replicas(accumulator.models, self.optimizer, step, buffers=not inside)
+            _compare_replicas(accumulator.models, self.optimizer, step, buffers=not inside)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients that a step has used; those that wait for a step stay."""
@@ -180,6 +187,37 @@ class PreparedOptimizer(Optimizer):
                 if (after := scaler.get_scale()) != before:
                     torch._foreach_mul_(there, after / before)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             scaler.unscale_(self._recorder)
+
+
+def _compare_replicas(
+    models: Sequence[nn.Module], optimizer: Optimizer, step: int, *, buffers: bool
+) -> None:
+    """Check that models and the tensors of their optimizer are the same on all ranks. Collective.
+
+    :raises RankMismatch: on all ranks, if they are not.
+    """
+    ranks = get_world_size()
+    if ranks == 1:
+        return
+    chosen = [
+        model
+        for model in models
+        if not isinstance(model, DistributedDataParallel)
+        or distributed.get_world_size(model.process_group) == ranks
+    ]
+    mine: replicas.Digests = {}
+    for number, model in enumerate(chosen):
+        where = f" of model {number}" if len(chosen) > 1 else ""
+        found = replicas.digest_model(model) | (replicas.digest_buffers(model) if buffers else {})
+        mine.update((name + where, digest) for name, digest in found.items())
+    mine.update(replicas.digest_optimizer(optimizer, chosen))
+    # The others are sent only if this differs.
+    whole = hashlib.sha256(repr(sorted(mine.items())).encode()).digest()
+    if len(set(all_gather(whole, name="replicas"))) > 1:
+        of_all = dict(enumerate(all_gather(mine, name="replicas")))
+        error = replicas.difference(of_all, f"after step {step}")
+        if error is not None:
+            raise error
 
 
 def _copy_of_no_job(optimizer: Optimizer) -> PreparedOptimizer:
