@@ -21,8 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from syncprims._system.identity import ProcessIdentity, ProcessWatch
-from syncprims._system.processes import stat_fields
+from syncprims._system.processes import ProcessIdentity, ProcessWatch, stat_fields
 from syncprims.errors import SyncError, describe_exit
 
 from .private_dir import PrivateDirectory

@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterable
 from typing import Literal
 
 from syncprims import errors
-from syncprims._system.identity import ProcessIdentity, ProcessWatch
 from syncprims._system.locks import lock, try_lock
+from syncprims._system.processes import ProcessIdentity, ProcessWatch
 from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
 from syncprims.interface import State, Topic
 

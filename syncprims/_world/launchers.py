@@ -472,8 +472,7 @@ def _find_starter(environ: Mapping[str, str], names: Collection[str]) -> list[st
 
     It is the nearest ancestor without the variables of this rank: a script between them has these.
     """
-    from syncprims._system.identity import ProcessIdentity  # slow to import
-    from syncprims._system.processes import stat_fields
+    from syncprims._system.processes import ProcessIdentity, stat_fields  # slow to import
 
     pid = os.getppid()
     while started := _is_started_with(pid, environ, names):

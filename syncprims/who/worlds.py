@@ -23,8 +23,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncprims._system.identity import ProcessIdentity
 from syncprims._system.places import list_common_places
+from syncprims._system.processes import ProcessIdentity
 from syncprims._world.scratch import LOCK
 from syncprims.errors import BackendUnavailable, parse_ranks
 from syncprims.interface import Label, Settings, State, Status, WaitView
