@@ -25,7 +25,14 @@ from syncprims.errors import ConfigurationError, SyncError
 from syncprims.interface import Backend, Board, Note, Settings, Topology
 
 from .group import Group, internals_of
-from .nodes import SaidPlace, identify_host, number_nodes, place_on_nodes, without_nodes
+from .nodes import (
+    SaidPlace,
+    identify_host,
+    number_file_systems,
+    number_nodes,
+    place_on_nodes,
+    without_nodes,
+)
 from .registry import load_offered
 from .sequential import MainFirst, is_waited_for
 
@@ -415,8 +422,6 @@ class RunningWorld(World):
             return self.main_first_on_node(name, timeout)
         key = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - pathlib is slow to import
         if key not in self._file_systems:
-            from .file_systems import number_file_systems  # what few programs need
-
             rounds = self.rounds
             if is_waited_for(rounds):
                 raise ConfigurationError(
