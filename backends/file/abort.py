@@ -10,7 +10,7 @@ that note also sees the intent. The pause, a millisecond, is ten thousand times 
 to reach the other processors, so this holds on weakly ordered ones, too.
 
 *What do all agree on?* Any member that sees an intent may propose an outcome: the abort stands, or
-it is void because all notes have come. The proposal is a claim (`claims.py`), one for each round,
+it is void because all notes have come. The proposal is a claim (`Claims`), one for each round,
 and the first claim holds for all. Notes do not disappear, so no member can find an abort void that
 another has rightly found to stand, except in the moment between; and there the claim decides.
 """
@@ -22,8 +22,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from .claims import Claims
-from .memory import RECORD_HEAD, TEXT_SIZE, await_record, write_record
+from .memory import RECORD_HEAD, TEXT_SIZE, Claims, await_record, write_record
 
 _PAUSE = 0.001
 _VOID = "void"

@@ -17,7 +17,6 @@ from hashlib import blake2b
 from syncprims.interface import MARKS, Board, Label, Note, Status, WaitView, Window, ends_round
 
 from .abort import Aborts
-from .claims import Claims
 from .liveness import Liveness
 from .memory import (
     AHEAD,
@@ -34,6 +33,7 @@ from .memory import (
     SPILLED,
     WORD,
     Cells,
+    Claims,
     open_window,
 )
 from .private_dir import PrivateDirectory

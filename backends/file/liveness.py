@@ -25,10 +25,10 @@ from syncprims._system.processes import ProcessIdentity, ProcessWatch
 from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
 from syncprims.interface import State, Topic
 
-from .claims import Claims
 from .early_ends import find_early_end
 from .memory import (
     RECORD_HEAD,
+    Claims,
     Doorbell,
     await_record,
     map_file,

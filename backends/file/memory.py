@@ -1,4 +1,4 @@
-"""What the ranks of a host share: mapped cells, the window for arrays, pipes that wake sleepers.
+"""What the ranks of a host share: mapped cells, claims, the window for arrays, pipes that wake.
 
 Each member has :data:`CELLS` cells. Only it writes them, and it uses them in turn. A cell is a
 *word* and a *body*. The words of one round stand side by side, so one comparison covers all of
@@ -13,6 +13,7 @@ its word and its body prove each other whole, round included. A half-written or 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import select
@@ -25,7 +26,6 @@ from collections.abc import Callable
 from syncprims.errors import ConfigurationError
 from syncprims.interface import Board, WaitView, Window
 
-from .claims import Claims
 from .private_dir import PrivateDirectory
 
 #: A member posts at most `depth` notes ahead of what it has collected. So a rank that has collected
@@ -52,6 +52,7 @@ _RECORD = struct.Struct("<II")  # length, checksum
 RECORD_HEAD = _RECORD.size
 _RECORD_TIMEOUT = 0.1  # seconds until a record that is being written must be whole
 _CACHE_LINE = 64
+_MOST_CLAIMS = 1 << 20  # bytes: thousands, where a run makes a few
 ROUND_FACTOR, FLAGS_FACTOR, MASK = 0x9E3779B1, 0x85EBCA6B, 0xFFFFFFFF
 
 #: Bytes of a window, by preference. Each member uses a part of it, so many members need more.
@@ -262,6 +263,56 @@ def await_record(memory: mmap.mmap, at: int, size: int) -> bytes:
             return b""
         time.sleep(0.0005)
     return data
+
+
+# -- claims -----------------------------------------------------------------------------------
+
+
+class Claims:
+    """The claims in a file of `directory`: the first process to claim a name decides for all.
+
+    A claim is a line that a process appends. The kernel puts the lines of all processes one after
+    another, and the first line about a name holds. No lock is held, so a process that is stopped or
+    killed on the way delays no other. The file stays open, so claims also work when the directory
+    has been removed under the run.
+    """
+
+    def __init__(self, directory: PrivateDirectory, file: str = "claims") -> None:
+        """Open `file`, by default that of the world, creating it if it is not there.
+
+        :raises ConfigurationError: if it is something else.
+        """
+        self._fd = directory.open_file(file, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+
+    def decide(self, name: str, value: str = "") -> str:
+        """Return what `name` stands for; with `value`, claim it first, unless it is claimed.
+
+        :raises OSError: if there is no space for another claim.
+        """
+        found = self._find(name)
+        if not found and value:
+            # Between two line ends: a line that a full disk has cut off damages no other line.
+            os.write(self._fd, b"\n%s\n" % _claim(name, value))
+            found = self._find(name)
+            if not found:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        return found
+
+    def _find(self, name: str) -> str:
+        for line in os.pread(self._fd, _MOST_CLAIMS, 0).splitlines():
+            claim = line.decode(errors="replace").split()
+            if len(claim) == 3 and claim[1] == name and line == _claim(*claim[1:]):
+                return claim[2]
+        return ""
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def _claim(name: str, value: str) -> bytes:
+    text = f"{name} {value}".encode()
+    return b"%08x %s" % (zlib.crc32(text), text)
 
 
 # -- the window -------------------------------------------------------------------------------
