@@ -434,12 +434,12 @@ def replaced_init_barrier(
     With ``TORCH_DIST_INIT_BARRIER=1``, `_store_based_barrier` does so (1.8 and newer). It asks the
     store again and again until *real* time has passed. `call` is the call that makes the group.
     """
-
     of_torch = c10d()._store_based_barrier
 
     def barrier(rank: int, store: object, name: str, count: int, *more: Any, **named: Any) -> None:
         if find_world() is None:  # the group is left to torch
-            return of_torch(rank, store, name, count, *more, **named)
+            of_torch(rank, store, name, count, *more, **named)
+            return
         world = c10d()._world
         # None: this rank makes a group in which it is no member.
         group = next((made for made, known in world.pg_names.items() if known == name), None)

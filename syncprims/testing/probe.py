@@ -174,9 +174,10 @@ def _probed_board(cls: Any) -> type[Any]:
             """Record rounds from now on, by the ranks that the members had at the start."""
             self.__ranks: tuple[int, ...] = self.members
             self.__name = self.name
-            self.__world: tuple[int, ...] = tuple(backend.members) if backend.epoch else ()
-            if backend.epoch:
-                self.__ranks = tuple(self.__world[rank] for rank in self.members)
+            world: tuple[int, ...] = tuple(backend.members) if backend.epoch else ()
+            self.__world = world
+            if world:
+                self.__ranks = tuple(world[rank] for rank in self.members)
                 self.__name = f"{self.name} epoch {backend.epoch}".strip()
             self.__last: RecordedCall | str | None = None  # the call of the last round
             self.__recorded = 0  # the last round whose call is recorded

@@ -111,12 +111,14 @@ def test_elastic_launch():
     options = dict(min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d",
                    rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1)
     before = signal.getsignal(signal.SIGTERM)
-    assert elastic_launch(LaunchConfig(**options), entry)(5) == {0: (2, 0), 1: (2, 5)}
-    # torch leaves its handler here. A later pool's worker that has it may not end by the signal,
-    # if another of its threads gets that.
-    signal.signal(signal.SIGTERM, before)
-    with pytest.raises(dist.elastic.multiprocessing.errors.ChildFailedError):
-        elastic_launch(LaunchConfig(**options), entry)(0)
+    try:
+        assert elastic_launch(LaunchConfig(**options), entry)(5) == {0: (2, 0), 1: (2, 5)}
+        with pytest.raises(dist.elastic.multiprocessing.errors.ChildFailedError):
+            elastic_launch(LaunchConfig(**options), entry)(0)
+    finally:
+        # torch leaves its handler here. A later pool's worker that has it does not end by a signal
+        # that comes just before it waits for work.
+        signal.signal(signal.SIGTERM, before)
 
 
 def begin(rank):

@@ -26,7 +26,7 @@ from syncprims._protocol.call_site import NoteCache
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims._system.host import free_port
 from syncprims._system.locks import locked
-from syncprims._world.runtime import current, get_world
+from syncprims._world.runtime import find_world, get_world
 from syncprims._world.world import RunningWorld
 from syncprims.c10d import serve_every_backend, torch_internals
 from syncprims.c10d.point_to_point import Channel
@@ -273,7 +273,9 @@ class SameMembers:
 
         :raises CollectiveMismatch: if another rank has made this group of other ranks.
         """
-        world = current()
+        world = find_world()
+        if world is None:  # of a suite: this call makes it, or leaves the group to torch
+            return
         number = self._default_groups.setdefault(world.rank, 0)
         if not ranks:
             self._default_groups[world.rank] = number + 1

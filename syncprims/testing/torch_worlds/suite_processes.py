@@ -245,6 +245,7 @@ def _serve(folder: Path) -> None:
         if ranks:
             helper = ours if runtime.find_world() is not None else of_torch
             return helper(size, rank, ranks, backend, store, *args, **kw)
+        _checks.close()
         names = {part.rpartition(":")[2] for part in str(backend).split(",")}
         if names - _SERVED:
             if not rank:
@@ -300,7 +301,6 @@ def _join(folder: Path, store: object, rank: int, size: int) -> _WorldStore:
     if not rank:
         _log(folder, "")
     path = folder / f"store-{variables['SYNCPRIMS_RUN_ID']}"
-    _checks.close()
     comparison = ReplicaComparison(functools.partial(_shared, path))
     _checks.enter_context(before_ddp_forward(comparison.before_ddp_forward))
     _checks.enter_context(before_new_group(SameMembers(path)))
