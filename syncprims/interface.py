@@ -331,8 +331,8 @@ class Board(ABC):
     #: between, and `timeout` may be infinite. It sets :attr:`waiting_since` when a wait begins.
     virtual_time: bool = False
     waiting_since: float = 0.0
-    #: Whether something observes every round: then a barrier of one member is a round, too, and
-    #: what observes them finds a deadlock without a timeout.
+    #: Whether a test observes every round: then a barrier of one member is a round, too, and a wait
+    #: that cannot end is found soon, without a timeout. True of the class in a suite's process.
     observed: bool = False
 
     # Ability: being read from outside; see :meth:`publish_wait`.

@@ -42,6 +42,7 @@ from syncprims.c10d.torch_internals import (
     replaced_init_barrier,
 )
 from syncprims.errors import PeerFailed, chain_of
+from syncprims.interface import Board
 
 from . import (
     SameMembers,
@@ -236,7 +237,7 @@ def _serve(folder: Path) -> None:
     _kept.append(stack)
     stack.enter_context(serve_every_backend())
     stack.enter_context(replaced_init_barrier(meet_makers))
-    stack.enter_context(replaced((Channel, "sends_meet", True)))
+    stack.enter_context(replaced((Channel, "sends_meet", True), (Board, "observed", True)))
     ours = module._new_process_group_helper
 
     def make(
