@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from support import ROOT
-from support.rank_environment import PATIENCE, clean_environ, run_python
+from support.rank_environment import PATIENCE, clean_environ, is_installed, run_python
 
 EXAMPLES = ROOT / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -109,7 +109,7 @@ def result(out: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+@pytest.mark.skipif(not is_installed("accelerate"), reason="needs accelerate")
 @pytest.mark.soak
 def test_a_script_moves_over_by_its_import_line_and_gives_the_same_numbers(tmp_path: Path) -> None:
     script = EXAMPLES / "from_accelerate.py"
@@ -170,7 +170,7 @@ def test_a_project_tests_its_own_ranks(tmp_path: Path) -> None:
 def test_a_project_tests_its_training_loops(tmp_path: Path) -> None:
     options = ["-p", "no:cacheprovider", "--basetemp", tmp_path / "base"]
     out = run("-m", "pytest", "-q", *options, folder=EXAMPLES / "tested_training")
-    missing = sum(find_spec(name) is None for name in ("accelerate", "lightning_fabric"))
+    missing = sum(not is_installed(name) for name in ("accelerate", "lightning-fabric"))
     passed, rest = outcome(out)
     assert passed == 7 - 3 * missing
     assert rest == (f", {3 * missing} skipped" if missing else "")

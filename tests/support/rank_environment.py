@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import logging
 import os
 import secrets
@@ -32,6 +33,14 @@ class Ended(NamedTuple):
     def report(self) -> list[str]:
         """The lines of the launcher itself."""
         return [line for line in self.err.splitlines() if not line.startswith("[rank ")]
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package is installed. A folder of tests may have its name."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.distribution(package)
+        return True
+    return False
 
 
 def record_warnings() -> list[str]:

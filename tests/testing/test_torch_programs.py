@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import support.torch_programs as programs
-from support.rank_environment import free_port
+from support.rank_environment import free_port, is_installed
 
 from syncprims.testing import run_world
 
@@ -55,7 +54,7 @@ def test_a_program_gives_the_numbers_of_gloo(
     name = program.__name__
     # To import a library here would change the environment, and a folder of tests has the name of
     # one: only what is installed counts.
-    if name in programs.LIBRARIES and not importlib.metadata.packages_distributions().get(name):
+    if name in programs.LIBRARIES and not is_installed(name):
         pytest.skip(f"needs {name}")
     if name == "fsdp2" and not programs.FSDP2_TRAINS_ON_CPUS:
         pytest.skip("FSDP2 of this torch does not train on CPUs")

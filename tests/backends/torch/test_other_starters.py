@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.rank_environment import free_port, run_ranks
+from support.rank_environment import free_port, is_installed, run_ranks
 
 _TOLD = """
 import json, sys
@@ -84,7 +83,7 @@ tell()
 """
 
 
-@pytest.mark.skipif(find_spec("lightning_fabric") is None, reason="needs lightning-fabric")
+@pytest.mark.skipif(not is_installed("lightning-fabric"), reason="needs lightning-fabric")
 def test_lightnings_own_starter(tmp_path: Path, meeting_place: Path) -> None:
     said = told([], _LIGHTNING, 2, tmp_path, meeting_place)
     assert said == [[[0, 1], rank, 2, rank, 2, 0, 1, "torch.distributed"] for rank in range(2)]
@@ -101,7 +100,7 @@ debug_launcher(train, num_processes=2)
 """
 
 
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+@pytest.mark.skipif(not is_installed("accelerate"), reason="needs accelerate")
 def test_accelerates_debug_launcher(tmp_path: Path, meeting_place: Path) -> None:
     said = told([], _ACCELERATE, 2, tmp_path, meeting_place)
     assert [place[:7] for place in said] == [[[0, 1], rank, 2, rank, 2, 0, 1] for rank in range(2)]
