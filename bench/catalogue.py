@@ -174,8 +174,8 @@ _C10D = tuple(
 )  # fmt: skip
 
 ROWS = (
-    Row("`import syncprims`, on top of a bare interpreter", "alone", "import", (1,), "ms",
-        (Aim(at_most=25),), shown=("torch", "Accelerate")),
+    Row("`from syncprims import barrier`, on top of a bare interpreter", "alone", "import", (1,),
+        "ms", (Aim(at_most=25),), shown=("torch", "Accelerate")),
     Row("barrier, world of one", "alone", "barrier", (1,), "us", (Aim(at_most=0.3),),
         shown=("Accelerate",)),
     Row("barrier, `file`", "control", "barrier", _ALL, "us",

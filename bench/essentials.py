@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from scale import Scale
 
 BARE = "a bare interpreter"
-IMPORTS = {BARE: "pass", OURS: "import syncprims", "torch": "import torch",
+#: `import syncprims` alone loads a public name only when it is used.
+IMPORTS = {BARE: "pass", OURS: "from syncprims import barrier", "torch": "import torch",
            "Accelerate": "import accelerate"}  # fmt: skip
 #: Each measurement uses a new interpreter, so that none affects the next one.
 LONE_BARRIER = """
@@ -38,14 +39,14 @@ def measure(scale: Scale) -> dict[str, Any]:
     """Return the milliseconds of each import, and the microseconds of a barrier of one rank."""
     seen = Seen()
     for library, code in IMPORTS.items():
-        if library != BARE and find_spec(code.split()[-1]) is None:
-            seen.lack(1, library, ("import",), f"not installed: {code.split()[-1]}")
+        if library != BARE and find_spec(code.split()[1]) is None:
+            seen.lack(1, library, ("import",), f"not installed: {code.split()[1]}")
     for number in range(scale.imports):  # in turn, so that a slow minute affects all
         bare = _started(IMPORTS[BARE])
         seen.add(1, BARE, {"start": [bare]})
         for library, code in IMPORTS.items():
             slow = library in ("torch", "Accelerate")
-            if library == BARE or (slow and number % 3) or find_spec(code.split()[-1]) is None:
+            if library == BARE or (slow and number % 3) or find_spec(code.split()[1]) is None:
                 continue
             seen.add(1, library, {"import": [_started(code) - bare]})
     for _ in range(scale.runs):
