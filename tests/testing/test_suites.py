@@ -407,6 +407,8 @@ def test_processes_that_a_suite_starts_before_its_tests_are_served(tmp_path: Pat
 
 
 BUGS = """
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -442,6 +444,19 @@ def meet():
         dist.barrier()
 
 
+def join(rank, url):
+    dist.distributed_c10d.default_pg_timeout = timedelta(seconds=0.5)
+    dist.init_process_group("gloo", url, rank=rank, world_size=2)
+
+
+def test_the_other_worker_is_idle(tmp_path):
+    with mp.get_context("spawn").Pool(2) as pool:
+        url = f"file://{tmp_path}/store"
+        pool.starmap(join, [(rank, url) for rank in range(2)], chunksize=1)
+        with pytest.raises(TimeoutError, match="did not come"):
+            pool.apply(dist.barrier)
+
+
 def test_one_is_left():
     options = dict(min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d",
                    rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1)
@@ -453,7 +468,7 @@ def test_one_is_left():
 def test_bugs_of_a_suite_are_named(tmp_path: Path) -> None:
     (tmp_path / "test_bugs.py").write_text(BUGS)
     out = run_pytest(tmp_path, "--syncprims-worlds")
-    assert "3 passed" in out, out
+    assert "4 passed" in out, out
 
 
 IN_THREADS = """
