@@ -399,7 +399,8 @@ def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str
 def _is_deadlock(error: BaseException, outcome: RankOutcome, run: WorldRun) -> bool:
     """Return whether this rank has raised `error` because it waited for notes that never come."""
     if isinstance(error, PeerLost) and error.rank is not None:
-        world = outcome.calls[-1].world if outcome.calls else ()
+        # The steps of a `reform` are calls of no world.
+        world = next((call.world for call in reversed(outcome.calls) if call.world), ())
         return run.outcomes[world[error.rank] if world else error.rank].end == "returned"
     return isinstance(error, CollectiveMismatch) and bool(error.missing)  # a cycle of waits
 
