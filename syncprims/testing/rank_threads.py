@@ -101,7 +101,7 @@ def _submit_in_rank(
         return _submit(self, fn, *args, **kwargs)
     future = _submit(self, contextvars.copy_context().run, fn, *args, **kwargs)
     pool: Any = self
-    for thread in tuple(pool._threads):
+    for thread in pool._threads.copy():
         threads.started.add(thread)  # a rank that has ended may have started it
     return future
 
