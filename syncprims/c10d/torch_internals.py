@@ -243,7 +243,7 @@ class _PlainCall(_Mode):  # type: ignore[misc]
 def call_by_dispatcher(
     group: Any, name: str, args: Sequence[Any], named: Any, call: Callable[..., Any]
 ) -> Any:
-    """Let modes and subclasses of tensors see a call, as far as they pass it on to ``call``.
+    """Show a call to modes and subclasses of tensors, as far as they pass it on to ``call``.
 
     A process group in Python is called past the dispatcher. So the method `name` is called first of
     a group in C++ that transfers nothing (`FakeProcessGroup`, 2.1 and newer). Its operation has the

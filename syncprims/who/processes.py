@@ -111,7 +111,7 @@ def find_started(joined: Iterable[int], ranks: Iterable[int]) -> dict[int, int]:
 
 
 def count_restarts(pids: Iterable[int]) -> int | None:
-    """Return how often the ranks were started again, as their launcher has told these processes."""
+    """Return how often the ranks were started again, as a variable of these processes says."""
     for pid in pids:
         for variable in _read(f"/proc/{pid}/environ").split("\0"):
             name, _, value = variable.partition("=")

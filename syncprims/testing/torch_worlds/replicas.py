@@ -31,8 +31,8 @@ class ReplicaComparison:
     """Compares the parameters of DDP models, or all that each optimizer steps.
 
     That is its models, and the tensors that it keeps for them. A model is found by its forward
-    pass. Its buffers are compared before the first pass after the step: until then, whoever makes
-    them equal may do so.
+    pass. Its buffers are compared before the first pass after the step: until then, the
+    program may make them equal.
     """
 
     def __init__(self, shared: Shared) -> None:
