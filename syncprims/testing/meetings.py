@@ -11,6 +11,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType, FrameType
 from typing import NamedTuple, TypeAlias
 
 from syncprims._protocol.call_site import describe_line, users_frames
@@ -20,6 +21,7 @@ from syncprims.interface import Label
 _COMPARED = {
     "barrier", "broadcast", "all_gather", "all_reduce", "any_rank", "all_ranks", "trigger"
 }  # fmt: skip
+_MOST_PATHS = 4096
 Board: TypeAlias = tuple[tuple[int, ...], str]  # its members and its name
 
 
@@ -48,16 +50,30 @@ class RecordedCall(NamedTuple):
 
 def find_path() -> tuple[Line, ...]:
     """Return the lines that lead to this call, from the function of the rank inwards."""
-    served = sys.modules.get("syncprims.c10d.torch_internals")
-    frames = users_frames(served.BETWEEN if served else (), until="run_program")
-    lines = [Line(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames]
-    return _kept(tuple(reversed(lines)))
+    stack: list[int] = []
+    codes: list[CodeType] = []
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and (code := frame.f_code).co_name != "run_program":
+        codes.append(code)
+        stack += id(code), frame.f_lasti
+        frame = frame.f_back
+    paths, key = _known_paths(), tuple(stack)
+    known = paths.get(key)
+    if known is None:
+        served = sys.modules.get("syncprims.c10d.torch_internals")
+        frames = users_frames(served.BETWEEN if served else (), until="run_program")
+        lines = [Line(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames]
+        if len(paths) > _MOST_PATHS:
+            paths.clear()
+        # The code objects are kept, so that no other ones get their ids.
+        known = paths[key] = tuple(reversed(lines)), codes
+    return known[0]
 
 
-@functools.lru_cache(4096)
-def _kept(path: tuple[Line, ...]) -> tuple[Line, ...]:
-    """Return equal paths as one object: a rank makes most calls many times."""
-    return path
+@functools.cache
+def _known_paths() -> dict[tuple[int, ...], tuple[tuple[Line, ...], list[CodeType]]]:
+    """Return the paths found so far, by the instructions on the stack."""
+    return {}
 
 
 def iterate_rounds(
@@ -67,15 +83,23 @@ def iterate_rounds(
 
     The boards of most members come first, and a board ends with the first call that differs.
     """
-    boards = {call.at for calls in of_ranks.values() for call in calls}
-    for board in sorted(boards, key=lambda at: (-len(at[0]), *at)):
-        members = [
-            [call for call in of_ranks.get(rank, ()) if call.at == board] for rank in board[0]
-        ]
-        for number, calls in enumerate(itertools.zip_longest(*members), 1):
-            yield board, number, dict(zip(board[0], calls, strict=True))
-            if len({call and call.label for call in calls}) > 1:
+    for board, members in _boards(of_ranks):
+        for number, met in enumerate(itertools.zip_longest(*members), 1):
+            yield board, number, dict(zip(board[0], met, strict=True))
+            if len({call and call.label for call in met}) > 1:
                 break
+
+
+def _boards(
+    of_ranks: Mapping[int, Sequence[RecordedCall]],
+) -> list[tuple[Board, list[Sequence[RecordedCall]]]]:
+    """Return the calls of each member at each board, and the boards of most members first."""
+    found: dict[Board, dict[int, list[RecordedCall]]] = {}
+    for rank, calls in of_ranks.items():
+        for call in calls:
+            found.setdefault(call.at, {}).setdefault(rank, []).append(call)
+    boards = sorted(found, key=lambda at: (-len(at[0]), *at))
+    return [(board, [found[board].get(rank, ()) for rank in board[0]]) for board in boards]
 
 
 class Meeting(NamedTuple):
@@ -118,13 +142,15 @@ class Meeting(NamedTuple):
 
 def find_meetings(of_ranks: Mapping[int, Sequence[RecordedCall]]) -> Iterator[Meeting]:
     """Yield the rounds in which ranks made the same call from different lines."""
-    for board, number, found in iterate_rounds(of_ranks):
-        calls = {rank: call for rank, call in found.items() if call is not None}
-        paths = {call.path for call in calls.values()}
-        if len(paths) > 1 and len(calls) == len(found):
-            if len({call.label for call in calls.values()}) > 1:
-                continue
-            for depth, lines in enumerate(zip(*paths, strict=False)):
+    for board, members in _boards(of_ranks):
+        first, *others = ([call.path for call in calls] for calls in members)
+        if all(paths == first for paths in others):  # the usual case
+            continue
+        for number, met in enumerate(zip(*members, strict=False), 1):
+            if len({call.label for call in met}) > 1:
+                break
+            for depth, lines in enumerate(zip(*(call.path for call in met), strict=False)):
                 if len(set(lines)) > 1:
+                    calls = dict(zip(board[0], met, strict=True))
                     yield Meeting(board, number, calls, depth)
                     break
