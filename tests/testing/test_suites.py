@@ -341,10 +341,15 @@ def outcomes(passed: int, others: str = "") -> str:
     """Return what the summary says where so many tests pass that need no base class of torch."""
     if not find_spec("expecttest"):
         return f"{passed} passed{others} in"
-    bases = Path(torch.__file__).parent / "testing/_internal/common_distributed.py"
-    if "class MultiProcContinuousTest" in bases.read_text():  # not with torch 2.6
+    if has_continuous_test():
         return f"{passed + 5} passed, 2 skipped{others}, 2 xfailed in"
     return f"{passed + 4} passed, 1 skipped{others}, 1 xfailed in"
+
+
+def has_continuous_test() -> bool:
+    bases = Path(torch.__file__).parent / "testing/_internal/common_distributed.py"
+    has = "class MultiProcContinuousTest" in bases.read_text()  # not with torch 2.6
+    return has and find_spec("expecttest") is not None
 
 
 def test_a_suite_runs_unchanged(tmp_path: Path) -> None:
@@ -407,7 +412,8 @@ def test_processes_that_a_suite_starts_before_its_tests_are_served(tmp_path: Pat
 
 
 BUGS = """
-from datetime import timedelta
+import os
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -445,15 +451,43 @@ def meet():
 
 
 def join(rank, url):
-    dist.distributed_c10d.default_pg_timeout = timedelta(seconds=0.5)
     dist.init_process_group("gloo", url, rank=rank, world_size=2)
+
+
+def join_and(rank, url, what):
+    join(rank, url)
+    if rank:
+        what()
+    dist.barrier()
+    if what is dist.barrier and not rank:
+        dist.barrier()
+        dist.barrier()
+
+
+def fail():
+    raise ValueError("no data")
+
+
+def die():
+    os.kill(os.getpid(), 9)
+
+
+@pytest.mark.parametrize("what, error", [
+    (dist.barrier, "rank 1: no call"), (fail, "no data"), (die, "killed by SIGKILL"),
+    (sys.exit, "rank 1 finished"),
+])
+def test_the_worker_of_a_pool(what, error, tmp_path):
+    with mp.get_context("spawn").Pool(2) as pool:
+        tasks = [(rank, f"file://{tmp_path}/store", what) for rank in range(2)]
+        with pytest.raises(Exception, match=error):
+            pool.starmap(join_and, tasks, chunksize=1)
 
 
 def test_the_other_worker_is_idle(tmp_path):
     with mp.get_context("spawn").Pool(2) as pool:
         url = f"file://{tmp_path}/store"
         pool.starmap(join, [(rank, url) for rank in range(2)], chunksize=1)
-        with pytest.raises(TimeoutError, match="did not come"):
+        with pytest.raises(RuntimeError, match="for one that has nothing to do"):
             pool.apply(dist.barrier)
 
 
@@ -462,13 +496,34 @@ def test_one_is_left():
                    rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1)
     with pytest.raises(dist.elastic.multiprocessing.errors.ChildFailedError, match="rank 0 finish"):
         elastic_launch(LaunchConfig(**options), meet)()
+
+
+try:
+    from torch.testing._internal.common_distributed import MultiProcContinuousTest
+except ImportError:
+    pass
+else:
+    class Continuous(MultiProcContinuousTest):
+        world_size = 2
+        backend_str = classmethod(lambda cls: "gloo")
+        device_type = classmethod(lambda cls: "cpu")
+
+        def test_one_call_less(self):
+            if self.rank:
+                dist.barrier()
+
+    del MultiProcContinuousTest
 """
 
 
 def test_bugs_of_a_suite_are_named(tmp_path: Path) -> None:
     (tmp_path / "test_bugs.py").write_text(BUGS)
     out = run_pytest(tmp_path, "--syncprims-worlds")
-    assert "4 passed" in out, out
+    if has_continuous_test():
+        assert "1 failed, 8 passed" in out, out
+        assert "rank 0: no call: its launcher" in out, out
+    else:
+        assert "8 passed" in out, out
 
 
 IN_THREADS = """

@@ -41,7 +41,7 @@ from syncprims.c10d.torch_internals import (
     replaced,
     replaced_init_barrier,
 )
-from syncprims.errors import PeerFailed, chain_of
+from syncprims.errors import PeerFailed, chain_of, describe_exit
 from syncprims.interface import Board
 
 from . import (
@@ -56,14 +56,16 @@ from .suites import Suites
 
 _standard: Any = multiprocessing  # its types leave out what is replaced here
 for _name in (
-    "forkserver", "popen_fork", "popen_forkserver", "popen_spawn_posix", "resource_tracker",
-    "synchronize",
+    "forkserver", "pool", "popen_fork", "popen_forkserver", "popen_spawn_posix", "queues",
+    "resource_tracker", "synchronize",
 ):  # fmt: skip
     importlib.import_module(f"multiprocessing.{_name}")
 _server: Any = _standard.forkserver._forkserver
 _atexit: Any = atexit
 _SERVED = {"gloo", "nccl", "undefined"}
 _ELASTIC = "torch.distributed.elastic.multiprocessing.api"
+#: In a queue that these read, the worker of a pool of processes waits for its next task.
+_WORKERS = {"multiprocessing.pool", "torch.testing._internal.common_distributed"}
 _LATER = 0.3  # seconds
 _LOG = "log"  # a line for each group: why it was left to torch, or nothing
 
@@ -85,6 +87,7 @@ class SuiteProcesses(Suites):
         super().__init__()
         self._folder = self._undo.enter_context(scratch_directory("suites"))
         (self._folder / _LOG).touch()
+        self._serve_pools()
 
         def run(process: object, *args: object, **named: object) -> Any:
             if not _kept:
@@ -116,6 +119,31 @@ class SuiteProcesses(Suites):
 
         data = self._replace(_standard.spawn, "get_preparation_data", prepare)
         self._undo.callback(_end_server)
+
+    def _serve_pools(self) -> None:
+        """Let the task of a rank fail with its process, which a pool replaces and forgets."""
+        pool: Any = _standard.pool.Pool
+        tasks_of: dict[int, dict[int, Any]] = {}  # of each pool, by its list of workers
+
+        def handle(cls: Any, tasks: Any, queue: Any, *args: Any) -> None:
+            tasks_of[id(args[3])] = tasks
+            handle_workers.__func__(cls, tasks, queue, *args)
+
+        def join(workers: list[Any]) -> Any:
+            dead = [worker for worker in workers if worker.exitcode is not None]
+            lost = [(w, path) for w in dead if (path := self._folder / f"rank-{w.pid}").exists()]
+            if lost:
+                time.sleep(_LATER)  # the other ranks say more
+            tasks = [*tasks_of[id(workers)].values()]
+            for worker, path in lost:
+                error = RuntimeError(f"rank {path.read_text()}: {describe_exit(worker.exitcode)}")
+                for task in tasks:
+                    if isinstance(task, _standard.pool.MapResult) or len(tasks) == len(lost):
+                        task._set(0, (False, error))
+            return join_workers.__func__(workers)
+
+        handle_workers = self._replace(pool, "_handle_workers", classmethod(handle))
+        join_workers = self._replace(pool, "_join_exited_workers", staticmethod(join))
 
     def _leave_spawned(self) -> None:
         """Leave processes to themselves that would be spawned: a fork could use no GPU."""
@@ -288,6 +316,28 @@ def _serve(folder: Path) -> None:
         return done
 
     _standard.synchronize.Event.wait = leave_and_wait
+    for queue in (_standard.queues.Queue, _standard.queues.SimpleQueue):
+        queue.get = _idle_during(queue.get)
+
+
+def _idle_during(get: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method of a queue, in which the worker of a pool is a rank that waits for a task.
+
+    Another rank may wait for it, and the pool for that one.
+    """
+
+    def idle_and_get(queue: object, *args: Any, **named: Any) -> Any:
+        world, caller = runtime.find_world(), sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        if world is None or caller.f_globals.get("__name__") not in _WORKERS:
+            return get(queue, *args, **named)
+        deadlocks = world.background.deadlocks
+        deadlocks.begin_idle()
+        try:
+            return get(queue, *args, **named)
+        finally:
+            deadlocks.end_wait()
+
+    return idle_and_get
 
 
 def _log(folder: Path, line: str) -> None:
@@ -301,6 +351,7 @@ def _join(folder: Path, store: object, rank: int, size: int) -> _WorldStore:
     world = runtime.join_as(variables)
     if not rank:
         _log(folder, "")
+    (folder / f"rank-{os.getpid()}").write_text(str(rank))
     path = folder / f"store-{variables['SYNCPRIMS_RUN_ID']}"
     comparison = ReplicaComparison(functools.partial(_shared, path))
     _checks.enter_context(before_ddp_forward(comparison.before_ddp_forward))
