@@ -130,13 +130,16 @@ class SuiteProcesses(Suites):
             handle_workers.__func__(cls, tasks, queue, *args)
 
         def join(workers: list[Any]) -> Any:
-            dead = [worker for worker in workers if worker.exitcode is not None]
-            lost = [(w, path) for w in dead if (path := self._folder / f"rank-{w.pid}").exists()]
+            lost: list[RuntimeError] = []
+            for worker in workers:
+                if worker.exitcode is not None:
+                    with contextlib.suppress(OSError):  # it was no rank, or the session is over
+                        rank = (self._folder / f"rank-{worker.pid}").read_text()
+                        lost.append(RuntimeError(f"rank {rank}: {describe_exit(worker.exitcode)}"))
             if lost:
                 time.sleep(_LATER)  # the other ranks say more
             tasks = [*tasks_of[id(workers)].values()]
-            for worker, path in lost:
-                error = RuntimeError(f"rank {path.read_text()}: {describe_exit(worker.exitcode)}")
+            for error in lost:
                 for task in tasks:
                     if isinstance(task, _standard.pool.MapResult) or len(tasks) == len(lost):
                         task._set(0, (False, error))
