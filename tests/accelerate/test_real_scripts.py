@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support import ROOT
 from support.accelerate_scripts import installed, port
-from support.rank_environment import free_port, run_python
+from support.rank_environment import free_port, is_installed, run_python
 from support.rank_worlds import Kind, Ranks
 from support.training_models import TRAINED
 
@@ -23,6 +23,7 @@ from syncprims.training import CheckpointError
 
 pytestmark = [
     pytest.mark.skipif(installed() is None, reason="needs accelerate"),
+    pytest.mark.skipif(not is_installed("transformers"), reason="needs transformers"),
     pytest.mark.filterwarnings("default"),
 ]
 kinds = pytest.mark.parametrize(

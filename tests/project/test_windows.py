@@ -90,7 +90,7 @@ assert run_world(program, 2, torch=True) == [2.0, 2.0]
 
 @pytest.mark.parametrize("case", [*CASES, *WITH_TORCH])
 def test_it_works_without_modules_of_posix(tmp_path: Path, case: str) -> None:
-    loaded, body = ["asyncio", "filelock", "numpy", "shutil"], CASES.get(case, "")
+    loaded, body = ["asyncio", "filelock", "numpy", "random", "shutil"], CASES.get(case, "")
     if case in WITH_TORCH:
         loaded += ["torch", "torch.distributed.nn.functional", "torch._dynamo", "safetensors.torch"]
         body = "import torch" + WITH_TORCH[case]

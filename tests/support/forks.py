@@ -9,6 +9,8 @@ import importlib
 import os
 import re
 import signal
+import sys
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch
@@ -43,6 +45,8 @@ def prepare_forks() -> None:
     gc.collect()
     gc.freeze()  # a collection in a rank would copy all memory that holds objects
     _use_huge_pages()
+    if sys.version_info >= (3, 14):  # where the first lock of several processes starts a process
+        resource_tracker.ensure_running()
 
 
 def _use_huge_pages() -> None:

@@ -73,7 +73,7 @@ def test_files_are_read(minilm: MiniLM, layout: str, tmp_path: Path, meeting_pla
     load_checkpoint_in_model(ours, folder)
     assert minilm.is_same(ours)
     assert minilm.is_same(minilm.models.AutoModel.from_pretrained(folder, local_files_only=True))
-    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    accelerate = pytest.importorskip("accelerate.utils", reason="needs accelerate")
     theirs = minilm.fresh()
     accelerate.load_checkpoint_in_model(theirs, folder)
     assert minilm.is_same(theirs)
@@ -86,7 +86,7 @@ def test_files_are_read(minilm: MiniLM, layout: str, tmp_path: Path, meeting_pla
 
 
 def test_what_accelerates_function_takes_by_itself_is_taken_in_the_same_places() -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    accelerate = pytest.importorskip("accelerate.utils", reason="needs accelerate")
     theirs = inspect.signature(accelerate.load_checkpoint_in_model).parameters
     ours = inspect.signature(load_checkpoint_in_model).parameters.values()
     placed = [one.name for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]
@@ -105,7 +105,7 @@ def test_the_models_of_a_state_are_read_by_themselves(tmp_path: Path, alone: Alo
         job.load_state(tmp_path)
 
     alone(program)
-    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    accelerate = pytest.importorskip("accelerate.utils", reason="needs accelerate")
     for number, model in enumerate(models):
         for load in (load_checkpoint_in_model, accelerate.load_checkpoint_in_model):
             other = torch.nn.Linear(2, 2)
