@@ -11,17 +11,20 @@ import functools
 import inspect
 import itertools
 import os
+import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 from . import world_spec
 from .errors import StallError
 from .once_per_session import session_folder
+from .outcomes import results_of
 from .scheduler import Seed
-from .worlds import explore, run_world
+from .worlds import explore, run_once, run_world
 
 _ARGUMENT = "syncprims_world"  # the hidden parameter of tests that run in several worlds
 _OPTIONS = (
@@ -30,6 +33,8 @@ _OPTIONS = (
 )  # fmt: skip
 _SUITES: pytest.StashKey[Any] = pytest.StashKey()
 _STALLED: pytest.StashKey[str] = pytest.StashKey()  # the first test whose world has stalled
+_RAISED = pytest.StashKey[BaseException]()  # by a test that is written for torchrun, on this rank
+_LONGEST = 300.0  # seconds of real time for such a test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -177,10 +182,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     ranks = item.config.getoption("syncprims_worlds_ranks")
     if ranks is None:
         return None
-    from .rank_items import run_item
-
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in run_item(item, ranks):
+    for report in _run_on_ranks(item, ranks):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
@@ -188,11 +191,65 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
-    """Note what a test raises on a rank."""
-    if item.config.getoption("syncprims_worlds_ranks") is not None:
-        from .rank_items import note_error
+    """Note what a test has raised first, in the process of its rank."""
+    if item.config.getoption("syncprims_worlds_ranks") is not None and call.excinfo is not None:
+        first: Any = call.excinfo.traceback.cut(path=item.path)[0]  # without the frames of pytest
+        item.stash.setdefault(_RAISED, call.excinfo.value.with_traceback(first._rawentry))
 
-        note_error(item, call)
+
+def _run_on_ranks(item: pytest.Item, ranks: int) -> list[pytest.TestReport]:
+    """Run a test with all its fixtures once per rank, and return its reports.
+
+    They are those of rank 0, or that of the first failure.
+    """
+    config: Any = item.config
+
+    def program() -> Any:
+        _capture_no_more(config)
+        reports = runtestprotocol(item, log=False, nextitem=None)
+        if any(report.failed for report in reports):
+            raise item.stash.get(_RAISED, None) or AssertionError(  # a plugin has made it fail
+                "\n".join(str(report.longrepr) for report in reports if report.failed)
+            )
+        hook = config.hook.pytest_report_to_serializable
+        return [hook(config=config, report=report) for report in reports]
+
+    output = world_spec.RankOutput()
+    token = world_spec.test_context.set(world_spec.TestContext(None, item.nodeid, lambda: output))
+    info: Any = pytest.CallInfo
+
+    def run() -> Any:
+        ended = run_once(
+            world_spec.WorldSpec(program, ranks, "processes", torch=True, timeout=_LONGEST)
+        )
+        return results_of(ended, "", equal_rounds=False)
+
+    try:
+        call = info.from_call(run, "call")
+    finally:
+        world_spec.test_context.reset(token)
+    if call.excinfo is None:
+        reports: list[Any] = call.result[0]
+        hook = config.hook.pytest_report_from_serializable
+        return [hook(config=config, data=report) for report in reports]
+    report = pytest.TestReport.from_item_and_call(item, call)
+    for (rank, stream), text in sorted(output.texts.items()):
+        if text:
+            report.sections.append((f"Captured {stream} rank {rank}", text))
+    return [report]
+
+
+def _capture_no_more(config: Any) -> None:
+    """End pytest's capture in this process: its file is that of all ranks, which have their own."""
+    manager = config.pluginmanager.getplugin("capturemanager")
+    streams, fds = (sys.stdout, sys.stderr), [os.dup(fd) for fd in (1, 2)]
+    manager.stop_global_capturing()
+    manager._method = "no"
+    manager.start_global_capturing()
+    for fd, kept in enumerate(fds, 1):
+        os.dup2(kept, fd)
+        os.close(kept)
+    sys.stdout, sys.stderr = streams
 
 
 # -- a test in its world ---------------------------------------------------------------------------

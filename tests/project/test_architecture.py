@@ -37,7 +37,6 @@ HEAVY = {"torch", "numpy", "filelock", "safetensors", "tqdm", "pytest", "matplot
 ROOM_FOR = {
     "syncprims.backends.torch": {"torch", "numpy"},
     "syncprims.testing.plugin": {"pytest"},
-    "syncprims.testing.rank_items": {"pytest"},
     "syncprims.tracing": {"numpy"},
     "syncprims.training": {"torch", "numpy", "safetensors"},
     "syncprims.accelerate": {"torch", "numpy"},
