@@ -153,11 +153,8 @@ def explore(
         spec = dataclasses.replace(spec, seed=pct)
     if spec.seed.order is not None:  # that of a report
         most, strategy = 1, "random"
-    search = _Search(spec, check)
     runs = _run_orders(spec) if strategy == "all" else _run_seeds(spec)
-    search.try_all(runs, most)
-    search.raise_failure()
-    tried, distinct = search.tried, len(search.paths)
+    tried, distinct, steps = _try_all(spec, runs, most, check)
     certificate = f"{tried:,} random schedules of {ranks} ranks pass"
     if strategy == "all":
         if next(runs, None) is not None:
@@ -166,65 +163,50 @@ def explore(
                 f"program, fewer ranks, or a higher schedules="
             )
         certificate = f"all {tried:,} orders of {ranks} ranks pass; {distinct:,} were different"
-    return Explored(tried, distinct, search.steps, certificate)
+    return Explored(tried, distinct, steps, certificate)
 
 
-class _Search:
-    """The findings of the schedules that one :func:`explore` has tried."""
+def _try_all(
+    spec: WorldSpec,
+    runs: Iterator[tuple[WorldRun, int]],
+    most: int,
+    check: Callable[[list[Any]], object] | None,
+) -> tuple[int, int, int]:
+    """Take in `most` of these runs, and fewer after a failure, and raise the shortest failure.
 
-    def __init__(self, spec: WorldSpec, check: Callable[[list[Any]], object] | None) -> None:
-        self.tried = 0
-        self.steps = 0  #: of the longest
-        self.paths: set[int] = set()
-        self._spec, self._check = spec, check
-        self._last = WorldRun([], spec.faults)
-        self._missed = spec.faults  # under every schedule
-        self._failures = 0
-        self._shortest: tuple[int, Exception] | None = None  # steps, failure
+    Otherwise return how many there were, how many of them differed, and the steps of the longest.
 
-    def try_all(self, runs: Iterator[tuple[WorldRun, int]], most: int) -> None:
-        """Take in `most` of these runs, and fewer after a failure.
-
-        :raises UncontrolledError: if the first one, run again, differs.
-        """
-        __tracebackhide__ = True
-        for run, path in runs:
-            if not self.tried:
-                same = dataclasses.replace(self._spec, seed=run.seed or self._spec.seed)
-                _compare(run, run_once(same))
-            self.paths.add(path)
-            if self._take(run) and self._failures == 1:
-                most = min(most, self.tried + _FURTHER)
-            if self.tried == most:
-                return
-
-    def _take(self, run: WorldRun) -> bool:
-        """Take in a run; return whether it has failed."""
-        self._last = run
-        self.tried += 1
-        self.steps = max(self.steps, run.steps)
-        self._missed = [fault for fault in self._missed if fault in run.missed]
+    :raises UncontrolledError: if the first one, run again, differs.
+    :raises FaultMissed: if a fault has never struck.
+    """
+    __tracebackhide__ = True
+    paths = set[int]()
+    steps = tried = failures = 0
+    missed = spec.faults  # under every schedule
+    shortest: tuple[int, Exception] | None = None  # steps, failure
+    run = WorldRun([], missed)
+    for tried, (run, path) in enumerate(runs, 1):
+        if tried == 1:
+            _compare(run, run_once(dataclasses.replace(spec, seed=run.seed or spec.seed)))
+        paths.add(path)
+        steps = max(steps, run.steps)
+        missed = [fault for fault in missed if fault in run.missed]
         replay = test_context.get().replay(run.seed)
-        error = _find_failure(run, replay, self._check)
-        if error is None:
-            return False
-        self._failures += 1
-        if self._shortest is None or run.steps < self._shortest[0]:
-            self._shortest = run.steps, add_note(error, replay)
-        return True
-
-    def raise_failure(self) -> None:
-        """Raise the failure with the fewest steps, if there is one.
-
-        :raises FaultMissed: if a fault has never struck.
-        """
-        __tracebackhide__ = True
-        if self._shortest is None:
-            check_faults_struck(self._last, self._missed)
-            return
-        steps, error = self._shortest
-        which = f"{self._failures} of {self.tried} schedules fail"
-        raise add_note(error, f"{which}; this is the shortest, of {steps} steps")
+        error = _find_failure(run, replay, check)
+        if error is not None:
+            failures += 1
+            if failures == 1:
+                most = min(most, tried + _FURTHER)
+            if shortest is None or run.steps < shortest[0]:
+                shortest = run.steps, add_note(error, replay)
+        if tried == most:
+            break
+    if shortest is not None:
+        fewest, error = shortest
+        which = f"{failures} of {tried} schedules fail"
+        raise add_note(error, f"{which}; this is the shortest, of {fewest} steps")
+    check_faults_struck(run, missed)
+    return tried, len(paths), steps
 
 
 def _run_seeds(spec: WorldSpec) -> Iterator[tuple[WorldRun, int]]:
