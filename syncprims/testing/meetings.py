@@ -83,14 +83,14 @@ def iterate_rounds(
 
     The boards of most members come first, and a board ends with the first call that differs.
     """
-    for board, members in _boards(of_ranks):
+    for board, members in group_calls(of_ranks):
         for number, met in enumerate(itertools.zip_longest(*members), 1):
             yield board, number, dict(zip(board[0], met, strict=True))
             if len({call and call.label for call in met}) > 1:
                 break
 
 
-def _boards(
+def group_calls(
     of_ranks: Mapping[int, Sequence[RecordedCall]],
 ) -> list[tuple[Board, list[Sequence[RecordedCall]]]]:
     """Return the calls of each member at each board, and the boards of most members first."""
@@ -142,7 +142,7 @@ class Meeting(NamedTuple):
 
 def find_meetings(of_ranks: Mapping[int, Sequence[RecordedCall]]) -> Iterator[Meeting]:
     """Yield the rounds in which ranks made the same call from different lines."""
-    for board, members in _boards(of_ranks):
+    for board, members in group_calls(of_ranks):
         first, *others = ([call.path for call in calls] for calls in members)
         if all(paths == first for paths in others):  # the usual case
             continue

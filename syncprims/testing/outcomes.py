@@ -45,7 +45,7 @@ from syncprims.interface import Label
 
 from . import errors
 from .faults import Delay, Fault, Kill, Raise, Stop, is_due
-from .meetings import Line, RecordedCall, find_meetings, iterate_rounds
+from .meetings import Line, RecordedCall, find_meetings, group_calls, iterate_rounds
 from .rank_threads import StartedThreads, rank_threads
 from .scheduler import Seed
 
@@ -419,12 +419,7 @@ def _deadlock(run: WorldRun) -> errors.DeadlockError:
 def _check_equal_rounds(run: WorldRun, replay: str) -> None:
     """Raise if ranks have ended well with different numbers of rounds in a group."""
     __tracebackhide__ = True
-    counts: dict[tuple[tuple[int, ...], str], dict[int, int]] = {}
-    for outcome in run.outcomes:
-        for call in outcome.calls:
-            of = counts.setdefault(call.at, dict.fromkeys(call.members, 0))
-            of[outcome.rank] += 1
-    if any(len(set(of.values())) > 1 for of in counts.values()):
+    if any(len(set(map(len, calls))) > 1 for _, calls in group_calls(run.calls)):
         what = "all ranks finished, but not with the same calls"
         raise add_note(errors.UnequalRounds(_described(what, run)), replay)
 
