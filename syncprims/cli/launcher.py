@@ -41,8 +41,8 @@ from syncprims._world.scratch import scratch_directory
 from syncprims._world.settings import STOP_NOTE
 from syncprims.errors import ConfigurationError, Failure, SyncError
 
+from .options import LaunchPlan
 from .output import Output, Source
-from .plan import LaunchPlan, launch_environment
 from .who import describe_run
 
 GRACE = 5.0  # seconds between a failure and SIGTERM, and between SIGTERM and SIGKILL
@@ -279,7 +279,7 @@ class _Launcher:
         #: Ranks that go on after losses; then lost ones are replaced.
         self._least = plan.options.elastic[0] if plan.options.elastic else None
         self._variables = {
-            **launch_environment(plan, environ),
+            **plan.environment(environ),
             "SYNCPRIMS_RUN_ID": uuid.uuid4().hex,
             "MASTER_ADDR": "127.0.0.1",
         }

@@ -1,4 +1,4 @@
-"""The options of a run: one table, for the command line and for files."""
+"""The options of a run, one table for the command line and for files; and what is to be started."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import difflib
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from syncprims._world.launchers import list_rank_variables
 from syncprims.errors import ConfigurationError, install
 
 from .console import CommandParser
@@ -198,6 +199,24 @@ class Options:
     args: tuple[str, ...] = _option(words, SCRIPT, "the arguments of the script", "ARGS",
         default=())
     # fmt: on
+
+
+class LaunchPlan(NamedTuple):
+    """What to start on this machine."""
+
+    options: Options
+    ranks: int  #: on this machine
+    command: list[str]  #: of one rank
+    variables: dict[str, str]  #: to set for all ranks
+    torchrun: list[str]  #: the command that starts torchrun instead; empty on one node
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of torchrun, and what the ranks' environments have in common.
+
+        An outer launcher's variables describe this process, not the ranks.
+        """
+        outer = list_rank_variables() - {"SYNCPRIMS_RUN_ID"}
+        return {**{k: v for k, v in environ.items() if k not in outer}, **self.variables}
 
 
 OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(Options)}

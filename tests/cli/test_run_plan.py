@@ -10,8 +10,8 @@ import pytest
 
 from syncprims import BackendUnavailable, ConfigurationError
 from syncprims.cli import parser
-from syncprims.cli.options import Options, read_file, values_of
-from syncprims.cli.plan import LaunchPlan, launch_environment, merge, plan_launch
+from syncprims.cli.options import LaunchPlan, Options, read_file, values_of
+from syncprims.cli.run import merge, plan_launch
 
 
 def flags(*line: str) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def test_devices_backend_and_threads_follow_from_each_other() -> None:
 
 
 def test_without_torch_it_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncprims.cli.plan.find_spec", lambda name: None)
+    monkeypatch.setattr("syncprims.cli.run.find_spec", lambda name: None)
     with pytest.raises(BackendUnavailable, match=r"backend 'nccl' needs torch.*--backend file"):
         plan("--gpus", "0,1", "x")
     with pytest.raises(BackendUnavailable, match="several nodes need torchrun"):
@@ -163,7 +163,7 @@ def test_several_nodes_are_handed_over_to_torchrun() -> None:
         "--rdzv-id", "mine", "x",
     ]  # fmt: skip
     outer = {"RANK": "3", "WORLD_SIZE": "4", "SYNCPRIMS_RUN_ID": "mine", "HOME": "/home/me"}
-    given = launch_environment(made, outer)
+    given = made.environment(outer)
     assert given == {"SYNCPRIMS_RUN_ID": "mine", "HOME": "/home/me", **made.variables}
 
 
