@@ -82,9 +82,7 @@ class Transfer(Work):
             self.channel.move(collects=True)
         return self.done
 
-    def is_success(self) -> bool:
-        """Return as :meth:`is_completed`: a transfer that fails raises."""
-        return self.is_completed()
+    is_success: Callable[..., bool] = is_completed  # a transfer that fails raises
 
     def get_future(self) -> Future[Any]:
         """Return its future, when it is over."""
@@ -105,8 +103,7 @@ class Transfer(Work):
             raise ValueError("the handle of a send has no source rank; ask the one of a receive")
         return self._src
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank: Callable[..., int] = source_rank
 
 
 class Channel:
