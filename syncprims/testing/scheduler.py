@@ -201,7 +201,7 @@ class _Turn:
         self.substitute: int | None = None  #: the thread that makes a call in place of the own one
         self._depth = 0
         self._polls: tuple[Hashable, int] = (None, 0)  # where, and how often in a row
-        self._on_loan: list[None] = []  # has an item while another rank may take the turn
+        self.on_loan: list[None] = []  #: has an item while another rank may take the turn
 
     @property
     def halted(self) -> bool:
@@ -232,7 +232,7 @@ class _Turn:
             self._polls = place, self._polls[1] + 1 if self._polls[0] == place else 1
             if self._polls[1] < _POLLS:
                 return wait()
-        self._on_loan.append(None)
+        self.on_loan.append(None)
         try:
             return wait()
         finally:
@@ -242,14 +242,10 @@ class _Turn:
     def end_loan(self) -> bool:
         """Return whether the turn was on loan until now: the rank or one other gets it."""
         try:
-            self._on_loan.pop()
+            self.on_loan.pop()
         except IndexError:
             return False
         return True
-
-    @property
-    def is_on_loan(self) -> bool:
-        return bool(self._on_loan)
 
     def __enter__(self) -> _Turn:
         if not self._depth:
@@ -276,7 +272,7 @@ def _lending(original: Callable[..., Any], *, pause: bool) -> Callable[..., Any]
         if (
             turn is None
             or turn.inside
-            or turn.is_on_loan
+            or turn.on_loan
             or (caller and caller.f_globals.get("__name__", "").startswith("syncprims."))
             or (original is _event_wait and len(args) + len(named) == 1)
         ):
@@ -385,9 +381,7 @@ class Scheduler:
             turn.ready, turn.until, turn.waits = ready, until, True
             try:
                 chosen = self._choose(turn)
-                if chosen is turn:
-                    turn.waits = False
-                else:
+                if chosen is not turn:
                     self._pass_to(chosen)
                     self._await(turn)
             finally:
