@@ -495,9 +495,8 @@ def _position(outcome: RankOutcome, run: WorldRun) -> str:
         case "raised" if outcome.error is not None and not outcome.is_waiting:
             if outcome.failed_in_call and last:
                 return f"raised {_failed_in(outcome, run)}"
-            if any(
-                isinstance(fault, Raise) and _is_last(fault, outcome) for fault in outcome.struck
-            ):
+            raises = [fault for fault in outcome.struck if isinstance(fault, Raise)]
+            if any(is_due(fault, len(outcome.calls), outcome.calls[-1].label) for fault in raises):
                 after = f"at its {last}"
             return f"raised {headline(outcome.error)} {after}"
         case _:
@@ -513,10 +512,6 @@ def _failed_in(outcome: RankOutcome, run: WorldRun) -> str:
     over = f", while it handled {outcome.handled}," if outcome.handled else ""
     last = _last_round(outcome, run)
     return f"{type(outcome.error).__name__}{over} in its {last}" if last else ""
-
-
-def _is_last(fault: Fault, outcome: RankOutcome) -> bool:
-    return is_due(fault, len(outcome.calls), outcome.calls[-1].label)
 
 
 def _last_round(outcome: RankOutcome, run: WorldRun) -> str:
