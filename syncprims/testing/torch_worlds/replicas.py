@@ -7,11 +7,10 @@ numbers of rounds stay those of the program, and no rank waits.
 from __future__ import annotations
 
 import contextlib
-import sys
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -140,9 +139,7 @@ def _is_inside_another() -> bool:
 
     Such a one, as ZeRO, steps different parameters on each rank, then makes all equal.
     """
-    frame: FrameType | None = sys._getframe()  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.optim"):
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        str(frame.f_globals.get("__name__")).startswith("torch.distributed.optim")
+        for frame, _ in traceback.walk_stack(None)
+    )
