@@ -118,14 +118,6 @@ def _find_attribute(module: str, dotted: str, fresh: Callable[[int], Any]) -> _P
     return _Part(fresh, lambda: vars(owner)[name], partial(setattr, owner, name))
 
 
-_WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")
-
-
-def _warning_default(name: str, rank: int) -> Any:
-    value = vars(warnings)[name]
-    return list(value) if name == "filters" else value
-
-
 _ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
     *PROCESS_ATTRIBUTES,
     ("sys", "excepthook", lambda rank: sys.__excepthook__),  # torch adds the rank to it
@@ -135,7 +127,9 @@ _ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
     ("logging", "root.handlers", lambda rank: [*logging.root.handlers]),
     ("unittest.mock", "_patch._active_patches", lambda rank: []),
     # What `catch_warnings` changes for the time of its block.
-    *(("warnings", name, partial(_warning_default, name)) for name in _WARNINGS),
+    ("warnings", "filters", lambda rank: [*warnings.filters]),
+    ("warnings", "showwarning", lambda rank: warnings.showwarning),
+    ("warnings", "_showwarnmsg_impl", lambda rank: vars(warnings)["_showwarnmsg_impl"]),
     ("accelerate.state", "PartialState._shared_state", lambda rank: {}),
     ("accelerate.state", "AcceleratorState._shared_state", lambda rank: {}),
     ("accelerate.state", "GradientState._shared_state", lambda rank: {}),
