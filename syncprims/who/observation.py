@@ -438,13 +438,11 @@ def _of_run(readers: Sequence[WorldReader], run_id: str, *, whole: bool) -> Sequ
 
     Unless several run ids begin with it.
     """
-    views = [(reader, reader.read()) for reader in readers]
-    ids = {reader: view.run_id for reader, view in views if view is not None}
+    ids = {reader: view.run_id for reader in readers if (view := reader.read()) is not None}
+    longer = {one for one in ids.values() if one.startswith(run_id)}
+    if not whole and run_id not in longer and len(longer) == 1:
+        run_id = longer.pop()
     chosen = [reader for reader in ids if ids[reader] == run_id]
-    if not chosen and not whole:
-        chosen = [reader for reader in ids if ids[reader].startswith(run_id)]
-        if len({ids[reader] for reader in chosen}) > 1:
-            chosen = []
     for reader in readers:
         if reader not in chosen:
             reader.close()
