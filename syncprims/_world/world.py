@@ -107,13 +107,9 @@ class Recorder(Protocol):
     run: str  #: the name of the record; all ranks take that of one of them
     topology: Topology
 
-    @property
-    def rounds_class(self) -> type[Rounds]:
-        """The class of the rounds that it records."""
+    def make_rounds(self, *args: Any) -> Rounds:
+        """Return rounds that it records; the arguments are those of :class:`Rounds`."""
         ...
-
-    def begin(self, rounds: Rounds) -> None:
-        """Record these rounds from now on."""
 
     def release(self, board: Board) -> None:
         """End the record of `board`, whose last round is over."""
@@ -286,11 +282,8 @@ class RunningWorld(World):
         board = open_board(self.backend, members, name)
         # The first round of all ranks is the start, which no user has asked for.
         library_rounds = int(len(members) == self.world_size and not name)
-        make = Rounds if self._recorder is None else self._recorder.rounds_class
-        rounds = make(board, self.rank, self.settings, self.background, library_rounds, between)
-        if self._recorder is not None:
-            self._recorder.begin(rounds)
-        return rounds
+        make = Rounds if self._recorder is None else self._recorder.make_rounds
+        return make(board, self.rank, self.settings, self.background, library_rounds, between)
 
     def open_rounds(
         self, members: Sequence[int], name: str, between: tuple[str, ...] = ()

@@ -122,16 +122,12 @@ class Recorder:
 
     # -- called by the world ------------------------------------------------------------------
 
-    @property
-    def rounds_class(self) -> type[Rounds]:
-        """The class of the rounds that it records."""
-        return RecordedRounds
-
-    def begin(self, rounds: Rounds) -> None:
-        """Record these rounds from now on."""
-        assert isinstance(rounds, RecordedRounds)
+    def make_rounds(self, *args: Any) -> Rounds:
+        """Return rounds that are recorded; the arguments are those of :class:`Rounds`."""
+        rounds = RecordedRounds(*args)
         rounds.begin(self)
         self._rounds[rounds.board] = rounds
+        return rounds
 
     def release(self, board: Board) -> None:
         """End the record of `board`, whose last round is over."""
