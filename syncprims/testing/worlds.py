@@ -192,8 +192,11 @@ def _try_all(
         steps = max(steps, run.steps)
         missed = [fault for fault in missed if fault in run.missed]
         replay = test_context.get().replay(run.seed)
-        error = _find_failure(run, replay, check)
-        if error is not None:
+        try:
+            results = results_of(run, replay)
+            if check is not None:
+                check(results)
+        except Exception as error:
             failures += 1
             if failures == 1:
                 most = min(most, tried + _FURTHER)
@@ -202,9 +205,9 @@ def _try_all(
         if tried == most:
             break
     if shortest is not None:
-        fewest, error = shortest
+        fewest, failure = shortest
         which = f"{failures} of {tried} schedules fail"
-        raise add_note(error, f"{which}; this is the shortest, of {fewest} steps")
+        raise add_note(failure, f"{which}; this is the shortest, of {fewest} steps")
     check_faults_struck(run, missed)
     return tried, len(paths), steps
 
@@ -231,20 +234,6 @@ def _run_orders(spec: WorldSpec) -> Iterator[tuple[WorldRun, int]]:
         run.seed = Seed(0, order=schedule.order)
         number += schedule.redundant is None
         yield run, number
-
-
-def _find_failure(
-    run: WorldRun, replay: str, check: Callable[[list[Any]], object] | None
-) -> Exception | None:
-    """Return the error of the world, or of the check of its results."""
-    __tracebackhide__ = True
-    try:
-        results = results_of(run, replay)
-        if check is not None:
-            check(results)
-    except Exception as error:
-        return error
-    return None
 
 
 def _compare(one: WorldRun, other: WorldRun) -> None:
