@@ -27,7 +27,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
 from syncprims._protocol.call_site import users_part
 from syncprims._protocol.deadlock import describe_group
@@ -302,39 +302,44 @@ def results_of(run: WorldRun, replay: str, *, equal_rounds: bool = True) -> list
     would keep all variables until the garbage collector runs.
     """
     __tracebackhide__ = True
+    error: BaseException | None = None
     try:
         if equal_rounds:
             _warn_of_lines(run, replay)
-        _raise_failures(run, replay)
-        if equal_rounds and not run.struck and not any(o.torn for o in run.outcomes):
-            _check_equal_rounds(run, replay)
+        error = _find_error(run, equal_rounds=equal_rounds)
+        if error is not None:
+            raise add_note(error, replay)
     finally:
+        error = None  # this frame belongs to its traceback
         for outcome in run.outcomes:
             outcome.error = None
     return [outcome.result for outcome in run.outcomes]
 
 
-def _raise_failures(run: WorldRun, replay: str) -> None:
-    """Raise the error of the world, if it has failed."""
-    __tracebackhide__ = True
+def _find_error(run: WorldRun, *, equal_rounds: bool) -> BaseException | None:
+    """Return the error of the world; None if all is well."""
     failed = [outcome for outcome in run.outcomes if outcome.error is not None]
     causes = [outcome for outcome in failed if not outcome.consequence]
     if causes:
-        _raise_causes(run, causes, replay)
+        return _join_causes(run, causes)
     if run.gave_up:
         text = f"{run.gave_up}\n{_all_lines(run)}\n{run.stacks}".rstrip()
-        kind = errors.DeadlockError if run.is_deadlock else errors.StallError
-        raise add_note(kind(text), replay)
+        return errors.DeadlockError(text) if run.is_deadlock else errors.StallError(text)
     if failed:
-        _raise_consequence(run, failed, replay)
+        return _choose_consequence(run, failed)
     died = [outcome.rank for outcome in run.outcomes if outcome.end == "died"]
     if died:
-        error = errors.RankDied(
+        return errors.RankDied(
             f"{_named(died)} died without a result\n{_all_lines(run)}\n"
             f"To let a rank die in a test, use a fault: Kill(rank=..., at=...).",
             rank=died[0],
         )
-        raise add_note(error, replay)
+    if not equal_rounds or run.struck or any(outcome.torn for outcome in run.outcomes):
+        return None
+    if any(len(set(map(len, calls))) > 1 for _, calls in group_calls(run.calls)):
+        what = "all ranks finished, but not with the same calls"
+        return errors.UnequalRounds(_described(what, run))
+    return None
 
 
 def _warn_of_lines(run: WorldRun, replay: str) -> None:
@@ -363,37 +368,31 @@ def _warn_of_lines(run: WorldRun, replay: str) -> None:
             raise add_note(error, replay) from None
 
 
-def _raise_causes(run: WorldRun, causes: Sequence[RankOutcome], replay: str) -> NoReturn:
-    """Raise the lowest rank's cause, or a group, in the order of rounds, if the types differ."""
-    __tracebackhide__ = True
+def _join_causes(run: WorldRun, causes: Sequence[RankOutcome]) -> BaseException:
+    """Return the lowest rank's cause, or a group, in the order of rounds, if the types differ."""
     # pytest's skip and xfail are statements of the test, and no failures.
     pytests = sys.modules.get("_pytest.outcomes")
     skips = (pytests.Skipped, pytests.XFailed) if pytests is not None else ()
     real = [outcome for outcome in causes if not isinstance(outcome.error, skips)] or causes
     # By name: a class that is made in a function is another one each time.
     if len({(type(o.error).__module__, type(o.error).__qualname__) for o in real}) == 1:
-        raise _with_report(real[0], run, [real[0].rank], replay)
+        return _with_report(real[0], run, [real[0].rank])
     real = sorted(real, key=lambda outcome: (len(outcome.calls), outcome.rank))
     ranks = [outcome.rank for outcome in real]
-    raised = [_with_report(outcome, run, ranks, "") for outcome in real]
     text = f"{_named(ranks)} of {len(run.outcomes)} failed independently"
-    raise add_note(BaseExceptionGroup(text, raised), replay)
+    return BaseExceptionGroup(text, [_with_report(outcome, run, ranks) for outcome in real])
 
 
-def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str) -> NoReturn:
-    """Raise a `DeadlockError`, or else what the ranks report: the death of a rank."""
-    __tracebackhide__ = True
+def _choose_consequence(run: WorldRun, failed: Sequence[RankOutcome]) -> BaseException:
+    """Return a `DeadlockError`, or else what the ranks report: the death of a rank."""
     for outcome in failed:
-        error = outcome.error
-        is_deadlock = any(_is_deadlock(leaf, outcome, run) for leaf in leaves(error))
-        if error is not None and outcome.is_waiting and is_deadlock:
+        is_deadlock = any(_is_deadlock(leaf, outcome, run) for leaf in leaves(outcome.error))
+        if outcome.error is not None and outcome.is_waiting and is_deadlock:
             # One report: its lines say where all ranks are, and more than this rank's error.
-            # No variable may hold it, since this frame belongs to its traceback.
-            trace = error.__traceback__
-            raise add_note(_deadlock(run).with_traceback(trace), replay) from None
+            return _deadlock(run).with_traceback(outcome.error.__traceback__)
     # A `PeerFailed` reports the error of another rank, which that rank itself has raised.
     first = min(failed, key=lambda o: (not o.handled, isinstance(o.error, PeerFailed), o.rank))
-    raise _with_report(first, run, [first.rank], replay)
+    return _with_report(first, run, [first.rank])
 
 
 def _is_deadlock(error: BaseException, outcome: RankOutcome, run: WorldRun) -> bool:
@@ -416,14 +415,6 @@ def _deadlock(run: WorldRun) -> errors.DeadlockError:
     )
 
 
-def _check_equal_rounds(run: WorldRun, replay: str) -> None:
-    """Raise if ranks have ended well with different numbers of rounds in a group."""
-    __tracebackhide__ = True
-    if any(len(set(map(len, calls))) > 1 for _, calls in group_calls(run.calls)):
-        what = "all ranks finished, but not with the same calls"
-        raise add_note(errors.UnequalRounds(_described(what, run)), replay)
-
-
 def check_faults_struck(run: WorldRun, missed: Sequence[Fault]) -> None:
     """Raise `FaultMissed` if there are faults that should have struck."""
     __tracebackhide__ = True
@@ -441,23 +432,21 @@ def check_faults_struck(run: WorldRun, missed: Sequence[Fault]) -> None:
         )
 
 
-def _with_report(
-    outcome: RankOutcome, run: WorldRun, shown: Container[int], replay: str
-) -> BaseException:
+def _with_report(outcome: RankOutcome, run: WorldRun, shown: Container[int]) -> BaseException:
     """Return the exception of a rank; notes say which rank it was, and how the others ended.
 
     :param shown: ranks whose exceptions are raised, too.
     """
     error = outcome.error
     assert error is not None
-    if len(run.outcomes) > 1 or replay:
+    if len(run.outcomes) > 1 or run.seed is not None:
         lines = [f"rank {outcome.rank} of {len(run.outcomes)}: {_position(outcome, run)}"]
         for other in run.outcomes:
             if other.rank not in shown:
                 ended = other.failed_in_call and _failed_in(other, run)
                 lines.append(f"  rank {other.rank}: {ended or _position(other, run)}")
         where = _different_lines(run) if isinstance(error, CollectiveMismatch) else ""
-        add_note(add_note(add_note(error, "\n".join(lines)), where), replay)
+        add_note(add_note(error, "\n".join(lines)), where)
     return error
 
 
