@@ -246,9 +246,15 @@ class WorldRun:
                 f"timeout they wait for as long as that lasts"
             )
 
-    def timed_out(self, limit: float, stacks: str) -> None:
-        """Record that the world was given up after `limit` seconds."""
-        self.stacks = stacks
+    def timed_out(self, limit: float, stacks: Mapping[int, Sequence[str]]) -> None:
+        """Record that the world was given up after `limit` seconds.
+
+        `stacks` has the lines of the stacks of ranks, outermost first.
+        """
+        self.stacks = "\n".join(
+            "\n".join([f"stack of rank {rank}:", *map(str.rstrip, _trim_stack(lines))])
+            for rank, lines in stacks.items()
+        )
         self.gave_up = (
             f"the world still runs after {limit:g} s of real time: a rank is busy outside of the "
             f"library's calls, or there is much to do. See where the ranks are, or allow more: "
@@ -278,7 +284,7 @@ class WorldRun:
         return [(rank, c.members, c.board, c.label.encode()) for rank, c in self.trace]
 
 
-def trim_stack(stack: Sequence[str]) -> list[str]:
+def _trim_stack(stack: Sequence[str]) -> list[str]:
     """Return the lines of a stack, outermost first, from the user's first to the user's last."""
     starts = [i for i, line in enumerate(stack) if _HERE in line and "run_program" in line]
     rest = list(stack[max(starts, default=-1) + 1 :])

@@ -36,7 +36,7 @@ from syncprims.interface import Backend, Settings, Topology
 
 from .errors import pack_exception
 from .faults import FaultTarget, current_target
-from .outcomes import RankOutcome, WorldRun, trim_stack
+from .outcomes import RankOutcome, WorldRun
 from .probe import Probe, probe_backend
 from .rank_threads import StartedThreads, threads_belong_to_ranks
 from .world_spec import RankOutput, WorldSpec
@@ -208,19 +208,15 @@ def _wait_for_stopped(run: WorldRun, living: Sequence[_Worker]) -> bool:
     return True
 
 
-def _read_stacks(living: Sequence[_Worker]) -> str:
-    """Return the stacks of these ranks, as they write them."""
+def _read_stacks(living: Sequence[_Worker]) -> dict[int, list[str]]:
+    """Return the lines of the stacks of these ranks, outermost first, as they write them."""
     for worker in living:
         os.kill(worker.pid, _STACK_SIGNAL)
     deadline = time.monotonic() + _TIME_FOR_STACKS
     while not all(worker.read("stack") for worker in living) and time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY)
     texts = {worker.outcome.rank: worker.read("stack").splitlines() for worker in living}
-    return "\n".join(
-        f"stack of rank {rank}:\n" + "\n".join(trim_stack(lines[:0:-1]))
-        for rank, lines in texts.items()
-        if lines
-    )
+    return {rank: lines[:0:-1] for rank, lines in texts.items() if lines}
 
 
 def _end(folder: Path, workers: Sequence[_Worker]) -> None:

@@ -28,7 +28,7 @@ from syncprims.interface import Backend, Settings, Topology
 
 from .errors import Killed, WorldAborted
 from .faults import FaultTarget, Join, current_target
-from .outcomes import RankOutcome, WorldRun, trim_stack
+from .outcomes import RankOutcome, WorldRun
 from .patches import undone_at_end
 from .probe import Probe, probe_backend
 from .rank_threads import threads_belong_to_ranks, wake
@@ -255,10 +255,7 @@ class ThreadWorld:
         """Return when all ranks have ended or the world is given up."""
         limit = self._spec.time_limit
         while not self._scheduler.finished.wait(limit):
-            stacks = "".join(
-                f"stack of rank {rank}:\n{''.join(trim_stack(stack))}"
-                for rank, stack in self._look_at_ranks(traceback.format_stack).items()
-            ).rstrip()
+            stacks = self._look_at_ranks(traceback.format_stack)
             if any(self._look_at_ranks(_is_in_debugger).values()):
                 continue
             assert limit is not None
