@@ -55,16 +55,16 @@ class Replacement:
         self._find = find
         self._lock = threading.Lock()
         self._worlds = 0
-        self._before: list[tuple[Any, str, Any]] = []
+        self._undo = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def __call__(self) -> Generator[None]:
         """Return a context in which they are replaced."""
         with self._lock:
             if not self._worlds:
-                new = self._find()
-                self._before = [(owner, name, getattr(owner, name)) for owner, name, _ in new]
-                self._set(new)
+                for owner, name, value in self._find():
+                    self._undo.callback(setattr, owner, name, getattr(owner, name))
+                    setattr(owner, name, value)
             self._worlds += 1
         try:
             yield
@@ -72,11 +72,7 @@ class Replacement:
             with self._lock:
                 self._worlds -= 1
                 if not self._worlds:
-                    self._set(self._before)
-
-    def _set(self, attributes: list[tuple[Any, str, Any]]) -> None:
-        for owner, name, value in attributes:
-            setattr(owner, name, value)
+                    self._undo.close()
 
 
 def _start_in_rank(self: threading.Thread) -> None:
