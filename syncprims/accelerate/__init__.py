@@ -19,19 +19,19 @@ from . import logging as logging
 from . import state as state
 from . import tracking as tracking
 from .accelerator import Accelerator as Accelerator
-from .configuration import AutocastKwargs as AutocastKwargs
-from .configuration import DataLoaderConfiguration as DataLoaderConfiguration
-from .configuration import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from .configuration import GradScalerKwargs as GradScalerKwargs
-from .configuration import InitProcessGroupKwargs as InitProcessGroupKwargs
 from .data_loader import skip_first_batches as skip_first_batches
-from .saving import load_checkpoint_in_model as load_checkpoint_in_model
 from .state import DistributedType as DistributedType
 from .state import PartialState as PartialState
+from .utils import AutocastKwargs as AutocastKwargs
+from .utils import DataLoaderConfiguration as DataLoaderConfiguration
+from .utils import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from .utils import GradScalerKwargs as GradScalerKwargs
+from .utils import InitProcessGroupKwargs as InitProcessGroupKwargs
 from .utils import debug_launcher as debug_launcher
 from .utils import find_executable_batch_size as find_executable_batch_size
 from .utils import init_empty_weights as init_empty_weights
 from .utils import init_on_device as init_on_device
+from .utils import load_checkpoint_in_model as load_checkpoint_in_model
 from .utils import notebook_launcher as notebook_launcher
 from .utils import synchronize_rng_states as synchronize_rng_states
 

@@ -23,12 +23,13 @@ from syncprims.training import PreparedScheduler as AcceleratedScheduler
 from syncprims.training.optimizer import delegated
 from syncprims.training.preparation import Preparation
 
-from . import configuration
-from .configuration import DataLoaderConfiguration, GradientAccumulationPlugin
+from . import utils
 from .data_loader import loader_options, skip_first_batches
 from .saving import Checkpointing
 from .state import AcceleratorState, GradientState, RankCalls, state_of_job
 from .tracking import Tracking
+from .unsupported import check_fixed, check_unsupported
+from .utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
 __all__ = [
     "AcceleratedOptimizer",
@@ -73,10 +74,10 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     :raises ValueError: if an argument and a configuration object contradict each other.
     """
 
-    autocast_handler: configuration.AutocastKwargs | None
-    ddp_handler: configuration.DistributedDataParallelKwargs | None
-    init_handler: configuration.InitProcessGroupKwargs | None
-    scaler_handler: configuration.GradScalerKwargs | None
+    autocast_handler: utils.AutocastKwargs | None
+    ddp_handler: utils.DistributedDataParallelKwargs | None
+    init_handler: utils.InitProcessGroupKwargs | None
+    scaler_handler: utils.GradScalerKwargs | None
     is_fsdp2 = False
     deepspeed_plugin = parallelism_config = torch_device_mesh = None
 
@@ -97,13 +98,13 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         kwargs_handlers: Iterable[object] | None = None,
         **others: object,
     ) -> None:
-        configuration.check_unsupported("Accelerator", others)
+        check_unsupported("Accelerator", others)
         if split_batches:  # as there, where only the configuration object has it since 1.15
             text = "split_batches is ignored; pass DataLoaderConfiguration(split_batches=True)"
             warnings.warn(f"Accelerator({split_batches=}): {text}", stacklevel=2)
         data = dataloader_config or DataLoaderConfiguration()
         window = _window(gradient_accumulation_plugin, gradient_accumulation_steps)
-        vars(self).update(configuration.named_handlers(kwargs_handlers))
+        vars(self).update(_named_handlers(kwargs_handlers))
         if self.init_handler is not None and self.init_handler.timeout is not None:
             get_world().set_timeout(self.init_handler.timeout.total_seconds())
         device = _device(cpu)
@@ -187,7 +188,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         for value in asked:
             instead = "make an Accelerator(device_placement=False), and move objects yourself"
             call = "prepare(device_placement=) that differs from the job's"
-            configuration.check_fixed(self.device_placement, value, call, instead)
+            check_fixed(self.device_placement, value, call, instead)
         prepared = self.preparation.all(objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -219,7 +220,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         """Return `data_loader` prepared. Collective. See :meth:`prepare`."""
         call = "prepare_data_loader(slice_fn_for_dispatch=)"
         instead = "use a collate_fn that makes lists of tensors"
-        configuration.check_fixed(None, slice_fn_for_dispatch, call, instead)
+        check_fixed(None, slice_fn_for_dispatch, call, instead)
         return self.prepare(data_loader, device_placement=device_placement)
 
     accumulate: Final = _of_accumulator(Accumulator.accumulate)
@@ -317,6 +318,31 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
                 loader.even_batches = even if even_batches is None else even_batches
             stack.enter_context(training.join_uneven_inputs(self.accumulator))
             yield
+
+
+_HANDLERS = {
+    "AutocastKwargs": "autocast_handler",
+    "DistributedDataParallelKwargs": "ddp_handler",
+    "GradScalerKwargs": "scaler_handler",
+    "InitProcessGroupKwargs": "init_handler",
+}
+
+
+def _named_handlers(handlers: Iterable[object] | None) -> dict[str, Any]:
+    """Return the handlers by the names of an Accelerator's attributes; None where there is none.
+
+    :raises TypeError: if one is of a kind that is not offered.
+    :raises ValueError: if two are of one kind.
+    """
+    named: dict[str, Any] = dict.fromkeys(_HANDLERS.values())
+    for handler in handlers or ():
+        kind = type(handler).__name__
+        if kind not in _HANDLERS:
+            raise TypeError(f"kwargs_handlers: {kind} is not offered")
+        if named[_HANDLERS[kind]] is not None:
+            raise ValueError(f"kwargs_handlers: there are two of {kind}; pass one")
+        named[_HANDLERS[kind]] = handler
+    return named
 
 
 def _window(plugin: Any, steps: int) -> Any:

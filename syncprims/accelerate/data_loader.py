@@ -12,7 +12,7 @@ from syncprims.training import prepare_data_loader as _prepare
 from syncprims.training import skip_first_batches as _skip_first_batches
 from syncprims.training.data.sampling import SeedableRandomSampler as SeedableRandomSampler
 
-from .configuration import DataLoaderConfiguration
+from .utils import DataLoaderConfiguration
 from .utils import find_name as _find_name
 
 __all__ = ["SeedableRandomSampler", "prepare_data_loader", "skip_first_batches"]

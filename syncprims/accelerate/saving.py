@@ -1,4 +1,4 @@
-"""Saving and loading: the Accelerator's methods, its hooks, and the function for weights."""
+"""Saving and loading: the Accelerator's methods and its hooks."""
 
 from __future__ import annotations
 
@@ -25,34 +25,12 @@ from syncprims.training.checkpoints.states import MANIFEST, agreed_steps, read_m
 from syncprims.training.optimizer import delegated
 from syncprims.training.preparation import Preparation
 
-from .configuration import Directory, ProjectConfiguration, check_fixed, check_unsupported
+from .unsupported import check_fixed
+from .utils import Directory, ProjectConfiguration
 
 Weights: TypeAlias = dict[str, Any]
 SaveHook: TypeAlias = Callable[[list[nn.Module], list[Weights], str], object]
 LoadHook: TypeAlias = Callable[[list[nn.Module], str], object]
-
-
-def load_checkpoint_in_model(
-    model: nn.Module,
-    checkpoint: str | os.PathLike[str],
-    device_map: Mapping[str, Any] | str | int | torch.device | None = None,
-    offload_folder: None = None,
-    dtype: torch.dtype | str | None = None,
-    *,
-    strict: bool = True,
-    allow_links: bool = False,
-    **others: object,
-) -> None:
-    """Load weights. See :func:`syncprims.training.load_checkpoint_in_model`.
-
-    Other arguments of Accelerate's function are accepted if they ask for the behaviour of this one.
-
-    :raises TypeError: for a feature that is not offered, such as offloading, with an alternative.
-    """
-    check_unsupported("load_checkpoint_in_model", {"offload_folder": offload_folder, **others})
-    training.load_checkpoint_in_model(
-        model, checkpoint, device_map, dtype, strict=strict, allow_links=allow_links
-    )
 
 
 class _SavedWeights:

@@ -14,7 +14,7 @@ from typing import Any
 
 import syncprims
 
-from .configuration import Directory as _Directory
+from .utils import Directory as _Directory
 from .utils import find_name as _find_name
 
 

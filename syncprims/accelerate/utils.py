@@ -9,14 +9,20 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
 from importlib.metadata import version
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.torch_version import TorchVersion
 
 import syncprims
+from syncprims import training
 from syncprims.training import PreparedLoader, unwrap_model
 from syncprims.training import gathering as _gathering
 from syncprims.training import set_seed as set_seed
@@ -27,22 +33,100 @@ from syncprims.training.gathering import pad_across_processes as pad_across_proc
 from syncprims.training.pytree import as_mapping_type, batch_length
 from syncprims.training.pytree import to_device as _to_device
 
-from .configuration import AutocastKwargs as AutocastKwargs
-from .configuration import DataLoaderConfiguration as DataLoaderConfiguration
-from .configuration import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from .configuration import DistributedType as DistributedType
-from .configuration import GradientAccumulationPlugin as GradientAccumulationPlugin
-from .configuration import GradScalerKwargs as GradScalerKwargs
-from .configuration import InitProcessGroupKwargs as InitProcessGroupKwargs
-from .configuration import KwargsHandler as KwargsHandler
-from .configuration import LoggerType as LoggerType
-from .configuration import ProjectConfiguration as ProjectConfiguration
-from .configuration import TorchDynamoPlugin as TorchDynamoPlugin
-from .configuration import not_offered
-from .saving import load_checkpoint_in_model as load_checkpoint_in_model
+from .state import DistributedType as DistributedType
+from .unsupported import check_unsupported, not_offered
 
+Directory = str | os.PathLike[str] | None  #: of a project, or of its logs
 DistributedOperationException = syncprims.RankMismatch
 find_batch_size = batch_length
+
+# -- options, for which Accelerate's own objects are taken, too ------------------------------------
+
+
+class KwargsHandler(SimpleNamespace):
+    """Options for a constructor of torch, which checks them."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the options."""
+        return dict(vars(self))
+
+
+class AutocastKwargs(KwargsHandler):
+    """Options of ``torch.autocast``: `enabled`, `cache_enabled`."""
+
+
+class GradScalerKwargs(KwargsHandler):
+    """Options of the loss scaler: `init_scale`, `growth_factor`, `growth_interval`, ..."""
+
+
+class InitProcessGroupKwargs(KwargsHandler):
+    """Options of the start: the `timeout`, a timedelta, becomes that of all calls."""
+
+    timeout: timedelta | None = None
+
+
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Options of DDP, used where a model is wrapped in it: `find_unused_parameters`, ..."""
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """Options for the preparation of loaders."""
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+
+@dataclass
+class GradientAccumulationPlugin:
+    """Options for the accumulation of gradients."""
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+
+@dataclass
+class ProjectConfiguration:
+    """The directories of a job. `iteration` is the least number of the next checkpoint."""
+
+    project_dir: Directory = None
+    logging_dir: Directory = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def set_directories(self, project_dir: Directory = None) -> None:
+        """Set the project's directory, and the logging directory if there is none."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+    def __post_init__(self) -> None:
+        self.set_directories(self.project_dir)
+
+
+class TorchDynamoPlugin(KwargsHandler):
+    """Options of a compiler. An Accelerator compiles no model, so it accepts none of them."""
+
+    def __init__(self, backend: object = None, **options: object) -> None:
+        super().__init__(backend=backend, **options)
+
+
+class LoggerType(StrEnum):
+    """Trackers."""
+
+    ALL = "all"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+
 
 # -- collectives over nested tensors, and helpers for them ----------------------------------------
 
@@ -308,7 +392,7 @@ def synchronize_rng_states(
             raise ValueError(f"synchronize_rng_states({given!r}): it takes {takes}")
 
 
-# -- ranks on this machine, and models without memory ---------------------------------------------
+# -- ranks on this machine, and models without memory or with weights of files --------------------
 
 
 def notebook_launcher(
@@ -351,6 +435,29 @@ def _start(function: Callable[[], object], ranks: int, variables: dict[str, str]
         function()
 
     run_world(rank, ranks, kind="processes", timeout=None)
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Any] | str | int | torch.device | None = None,
+    offload_folder: None = None,
+    dtype: torch.dtype | str | None = None,
+    *,
+    strict: bool = True,
+    allow_links: bool = False,
+    **others: object,
+) -> None:
+    """Load weights. See :func:`syncprims.training.load_checkpoint_in_model`.
+
+    Other arguments of Accelerate's function are accepted if they ask for the behaviour of this one.
+
+    :raises TypeError: for a feature that is not offered, such as offloading, with an alternative.
+    """
+    check_unsupported("load_checkpoint_in_model", {"offload_folder": offload_folder, **others})
+    training.load_checkpoint_in_model(
+        model, checkpoint, device_map, dtype, strict=strict, allow_links=allow_links
+    )
 
 
 def init_on_device(device: torch.device | str) -> AbstractContextManager[Any]:

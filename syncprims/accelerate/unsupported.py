@@ -1,21 +1,9 @@
-"""Configuration objects and enumerations, and the errors for those that are not offered.
-
-Accelerate's own objects are taken, too: they have the same fields and methods.
-"""
+"""What Accelerate has and this package does not offer: the errors, which name alternatives."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
-from enum import StrEnum
-from types import SimpleNamespace
-from typing import Any, NoReturn
-
-from .state import DistributedType as DistributedType
-
-Directory = str | os.PathLike[str] | None  #: of a project, or of its logs
+from collections.abc import Mapping
+from typing import NoReturn
 
 _DEVICE_MAP = "load_checkpoint_in_model(model, checkpoint, device_map=...)"
 #: Alternatives, by parts of the names that are not offered, without ``_``, in lower case.
@@ -126,113 +114,3 @@ def check_unsupported(call: str, arguments: Mapping[str, object]) -> None:
         value = getattr(value, "backend", value)  # of a TorchDynamoPlugin
         asks = None if value in ("no", "NO") else value
         check_fixed(name == "full_state_dict", asks, f"{call}({name}=)", instead)
-
-
-class KwargsHandler(SimpleNamespace):
-    """Options for a constructor of torch, which checks them."""
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """Return the options."""
-        return dict(vars(self))
-
-
-class AutocastKwargs(KwargsHandler):
-    """Options of ``torch.autocast``: `enabled`, `cache_enabled`."""
-
-
-class GradScalerKwargs(KwargsHandler):
-    """Options of the loss scaler: `init_scale`, `growth_factor`, `growth_interval`, ..."""
-
-
-class InitProcessGroupKwargs(KwargsHandler):
-    """Options of the start: the `timeout`, a timedelta, becomes that of all calls."""
-
-    timeout: timedelta | None = None
-
-
-class DistributedDataParallelKwargs(KwargsHandler):
-    """Options of DDP, used where a model is wrapped in it: `find_unused_parameters`, ..."""
-
-
-_HANDLERS = {
-    "AutocastKwargs": "autocast_handler",
-    "DistributedDataParallelKwargs": "ddp_handler",
-    "GradScalerKwargs": "scaler_handler",
-    "InitProcessGroupKwargs": "init_handler",
-}
-
-
-def named_handlers(handlers: Iterable[object] | None) -> dict[str, Any]:
-    """Return the handlers by the names of an Accelerator's attributes; None where there is none.
-
-    :raises TypeError: if one is of a kind that is not offered.
-    :raises ValueError: if two are of one kind.
-    """
-    named: dict[str, Any] = dict.fromkeys(_HANDLERS.values())
-    for handler in handlers or ():
-        kind = type(handler).__name__
-        if kind not in _HANDLERS:
-            raise TypeError(f"kwargs_handlers: {kind} is not offered")
-        if named[_HANDLERS[kind]] is not None:
-            raise ValueError(f"kwargs_handlers: there are two of {kind}; pass one")
-        named[_HANDLERS[kind]] = handler
-    return named
-
-
-@dataclass
-class DataLoaderConfiguration:
-    """Options for the preparation of loaders."""
-
-    split_batches: bool = False
-    dispatch_batches: bool | None = None
-    even_batches: bool = True
-    use_seedable_sampler: bool = False
-    data_seed: int | None = None
-    non_blocking: bool = False
-    use_stateful_dataloader: bool = False
-
-
-@dataclass
-class GradientAccumulationPlugin:
-    """Options for the accumulation of gradients."""
-
-    num_steps: int | None = None
-    adjust_scheduler: bool = True
-    sync_with_dataloader: bool = True
-    sync_each_batch: bool = False
-
-
-@dataclass
-class ProjectConfiguration:
-    """The directories of a job. `iteration` is the least number of the next checkpoint."""
-
-    project_dir: Directory = None
-    logging_dir: Directory = None
-    automatic_checkpoint_naming: bool = False
-    total_limit: int | None = None
-    iteration: int = 0
-    save_on_each_node: bool = False
-
-    def set_directories(self, project_dir: Directory = None) -> None:
-        """Set the project's directory, and the logging directory if there is none."""
-        self.project_dir = project_dir
-        if self.logging_dir is None:
-            self.logging_dir = project_dir
-
-    def __post_init__(self) -> None:
-        self.set_directories(self.project_dir)
-
-
-class TorchDynamoPlugin(KwargsHandler):
-    """Options of a compiler. An Accelerator compiles no model, so it accepts none of them."""
-
-    def __init__(self, backend: object = None, **options: object) -> None:
-        super().__init__(backend=backend, **options)
-
-
-class LoggerType(StrEnum):
-    """Trackers."""
-
-    ALL = "all"
-    TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
