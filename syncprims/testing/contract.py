@@ -9,7 +9,6 @@ Pytest runs every method as a test: first boards alone, then the library on top 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -68,14 +67,14 @@ def _wait_in_vain(board: Board, rank: int, state: str) -> Status:
     return board.status(rank)
 
 
-def _on_every_rank(body: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a test that runs this body on every rank of a world of the backend."""
+def _on_every_rank(body: Callable[[Any, Board, int], None]) -> Callable[[Any], None]:
+    """Return a test that runs ``body(self, board, rank)`` on every rank of a world."""
 
-    @functools.wraps(body)
     def test(self: BackendContract) -> None:
         __tracebackhide__ = True
-        self.run(functools.partial(body, self))
+        self.run(lambda: body(self, _board(), sp.get_rank()))
 
+    test.__name__, test.__doc__ = body.__name__, body.__doc__
     return test
 
 
@@ -100,9 +99,8 @@ class BackendContract:
     # -- boards ---------------------------------------------------------------------------------
 
     @_on_every_rank
-    def test_round_has_the_notes_of_all_in_member_order(self) -> None:
+    def test_round_has_the_notes_of_all_in_member_order(self, board: Board, rank: int) -> None:
         """Labels, marks, payloads and failures arrive as they were posted."""
-        board, rank = _board(), sp.get_rank()
         mine = Note(
             Label("kind", f"näme {rank}", rank, "op", f"file.py:{rank}", b"\0=%d" % rank),
             MARKS[rank % 4],
@@ -124,9 +122,8 @@ class BackendContract:
             assert {found.label.name for found in _collect(board)} == {name}
 
     @_on_every_rank
-    def test_payloads_of_any_size_arrive(self) -> None:
+    def test_payloads_of_any_size_arrive(self, board: Board, rank: int) -> None:
         """From nothing to megabytes, different on each rank."""
-        board, rank = _board(), sp.get_rank()
         for size in (0, 1, 100, 5_000, 300_000, 3_000_000):
             board.post(_note(payload=bytes([rank + 1]) * size))
             assert [found.payload for found in _collect(board)] == [
@@ -134,9 +131,9 @@ class BackendContract:
             ]
 
     @_on_every_rank
-    def test_rounds_are_counted(self) -> None:
+    def test_rounds_are_counted(self, board: Board, rank: int) -> None:
         """Counts and statuses are exact after every call, and time never goes back."""
-        board, time = _board(), 0.0
+        time = 0.0
         for number in range(2, 40):
             assert board.posted == board.collected == number - 1
             board.post(_note(str(number)))
@@ -154,9 +151,8 @@ class BackendContract:
         _collect(board)
 
     @_on_every_rank
-    def test_several_rounds_may_be_outstanding(self) -> None:
+    def test_several_rounds_may_be_outstanding(self, board: Board, rank: int) -> None:
         """A note stays readable until all have collected its round."""
-        board, rank = _board(), sp.get_rank()
         for base in (0, 100):
             for number in range(board.depth):
                 board.post(_note(payload=b"%d %d" % (base + number, rank)))
@@ -166,9 +162,9 @@ class BackendContract:
                 ]
 
     @_on_every_rank
-    def test_boards_of_other_names_have_rounds_of_their_own(self) -> None:
+    def test_boards_of_other_names_have_rounds_of_their_own(self, board: Board, rank: int) -> None:
         """A group may meet at several boards; what is posted to one is not seen at another."""
-        world, board = get_world(), _board()
+        world = get_world()
         names = ("a", "b", "A/b: \u00e9")
         named = [world.open_rounds(board.members, name).board for name in names]
         assert [one.name for one in named] == ["a", "b", "A/b: \u00e9"]
@@ -180,10 +176,10 @@ class BackendContract:
         assert (board.posted, board.collected) == (1, 1)
 
     @_on_every_rank
-    def test_a_rank_can_wait_for_the_first_of_several_notes(self) -> None:
+    def test_a_rank_can_wait_for_the_first_of_several_notes(self, board: Board, rank: int) -> None:
         """A wait beside the rounds ends when a note is there, or when the time is up."""
         self.needs_others()
-        world, rank = get_world(), sp.get_rank()
+        world = get_world()
         pairs = {
             other: world.open_rounds((0, other), "pair")
             for other in range(1, self.ranks)
@@ -212,11 +208,10 @@ class BackendContract:
             pairs[senders()[0]].meet(_note())
 
     @_on_every_rank
-    def test_incomplete_round_stays_uncollected(self) -> None:
+    def test_incomplete_round_stays_uncollected(self, board: Board, rank: int) -> None:
         """`collect` returns None after its timeout, and can be called again."""
         self.needs_others()
-        board = _board()
-        if sp.get_rank() == 0:
+        if rank == 0:
             board.post(_note())
             assert board.collect(0.0) is None
             assert board.collect(0.02) is None
@@ -231,11 +226,11 @@ class BackendContract:
             assert board.collected == number
 
     @_on_every_rank
-    def test_what_is_published_can_be_read(self) -> None:
+    def test_what_is_published_can_be_read(self, board: Board, rank: int) -> None:
         """All ranks read what a process publishes, unless the backend does not support it."""
         backend = get_world().backend
         wanted = [b"waits of %d" % member + b"." * 2000 for member in range(self.ranks)]
-        backend.publish("waits", wanted[sp.get_rank()])
+        backend.publish("waits", wanted[rank])
         sp.barrier()
         found = [backend.published("waits", process) for process in backend.members]
         assert found in (wanted, [b""] * self.ranks)
@@ -245,9 +240,9 @@ class BackendContract:
             sp.barrier()
 
     @_on_every_rank
-    def test_the_first_decision_holds(self) -> None:
+    def test_the_first_decision_holds(self, board: Board, rank: int) -> None:
         """Whoever else decides, all ranks have one decision, and a wait for it ends."""
-        backend, rank, now = get_world().backend, sp.get_rank(), _board().now
+        backend, now = get_world().backend, board.now
         assert not backend.wait(lambda: bool(backend.decide("contract")), now() + 0.01)
         sp.barrier()
         if rank == self.ranks - 1:
@@ -260,10 +255,9 @@ class BackendContract:
         assert mine in [f"of-{other}" for other in range(self.ranks)]
 
     @_on_every_rank
-    def test_windows_are_shared(self) -> None:
+    def test_windows_are_shared(self, board: Board, rank: int) -> None:
         """All have the same windows, if any, and read what one writes."""
-        board, members, rank = _board(), self.ranks, sp.get_rank()
-        small, large = board.small_window, board.window()
+        members, small, large = self.ranks, board.small_window, board.window()
         assert large is None or board.note_limit is None, "a window is for arrays, not for objects"
         if small is not None:  # a cache line of each member, in each of two rounds
             assert len(small.memory) % (2 * members) == 0
@@ -301,12 +295,11 @@ class BackendContract:
         assert verdict in [b"verdict of %d" % rank for rank in range(self.ranks)]
 
     @_on_every_rank
-    def test_rounds_before_an_abort_stay_collectable(self) -> None:
+    def test_rounds_before_an_abort_stay_collectable(self, board: Board, rank: int) -> None:
         """A verdict on the next round does not affect this one."""
         self.needs_others()
-        board = _board()
         board.post(_note("whole"))
-        if sp.get_rank() == 0:
+        if rank == 0:
             _collect(board)
             board.abort(b"verdict")
         else:
@@ -316,9 +309,8 @@ class BackendContract:
         assert (board.collected, board.verdict()) == (2, b"verdict")
 
     @_on_every_rank
-    def test_abort_of_a_complete_round_does_nothing(self) -> None:
+    def test_abort_of_a_complete_round_does_nothing(self, board: Board, rank: int) -> None:
         """All notes are posted: every rank passes."""
-        board = _board()
         board.post(_note())
         _wait_until(lambda: all(board.status(member).rounds >= 2 for member in board.members))
         board.abort(b"too late")
@@ -329,11 +321,10 @@ class BackendContract:
     # -- ends -----------------------------------------------------------------------------------
 
     @_on_every_rank
-    def test_finished_member_is_seen_and_ends_waits(self) -> None:
+    def test_finished_member_is_seen_and_ends_waits(self, board: Board, rank: int) -> None:
         """A wait for a member that has finished ends: its note will never come."""
         self.needs_others()
-        board = _board()
-        if sp.get_rank() != 1:
+        if rank != 1:
             board.post(_note())
             assert _wait_in_vain(board, 1, "finished").rounds == 1
 
@@ -374,9 +365,9 @@ class BackendContract:
     # -- the library on top of the boards -------------------------------------------------------
 
     @_on_every_rank
-    def test_objects_and_arrays_of_any_size_arrive(self) -> None:
+    def test_objects_and_arrays_of_any_size_arrive(self, board: Board, rank: int) -> None:
         """The library moves them over this backend, and arrays are the same to the bit."""
-        ranks, rank = self.ranks, sp.get_rank()
+        ranks = self.ranks
         for src in range(ranks):
             assert sp.broadcast({"from": rank}, src=src) == {"from": src}
         assert sp.all_gather((rank, "x" * rank)) == [(r, "x" * r) for r in range(ranks)]
