@@ -544,14 +544,12 @@ def _describe_failure(
     ways = collections.defaultdict[str, list[int]](list)
     for end in failed:
         if causes and end not in causes:
-            ways[f"{end.kind or 'failed'} because of rank {first.rank}"].append(end.rank)
-    lines = [f"{_name(stopped)}: still running then, and ended"] if stopped else []
-    lines += [f"{_name(ranks)}: {how}" for how, ranks in ways.items()]
-    ways.clear()
+            ways[f": {end.kind or 'failed'} because of rank {first.rank}"].append(end.rank)
     for end in causes or failed:
         if end not in leaders:
-            ways[f"failed, too {end.how}"].append(end.rank)
-    lines += [f"{_name(ranks)} {how}" for how, ranks in ways.items()]
+            ways[f" failed, too {end.how}"].append(end.rank)
+    lines = [f"{_name(stopped)}: still running then, and ended"] if stopped else []
+    lines += [f"{_name(ranks)}{how}" for how, ranks in ways.items()]
     lines.append(f"syncprims run: {_name(end.rank for end in leaders)} {verb} {first.how}")
     shown: Sequence[str] = first.tail
     if first.failure is not None:
