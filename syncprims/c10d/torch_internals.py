@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed
+from torch._C import _distributed_c10d
 from torch.futures import Future
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _python_dispatch
 
 from syncprims._world.runtime import find_world
 from syncprims.errors import BackendUnavailable, SyncError
@@ -149,8 +150,6 @@ def finished_work(result: object = None) -> Any:
     `_create_work_from_future`: the only `Work` that torch's C++ code takes over with its result
     (2.0 and newer).
     """
-    from torch._C import _distributed_c10d
-
     future: Future[Any] = Future()
     future.set_result(result)
     return _find(_distributed_c10d, "_create_work_from_future")(future)
@@ -213,7 +212,7 @@ def flattened(tensors: object) -> list[Any]:
     return [tensor for part in tensors for tensor in flattened(part)]
 
 
-_Mode: Any = TorchDispatchMode  # it has no types
+_Mode: Any = _python_dispatch.TorchDispatchMode  # it has no types
 
 
 class _PlainCall(_Mode):  # type: ignore[misc]
@@ -249,8 +248,6 @@ def call_by_dispatcher(
     a group in C++ that transfers nothing (`FakeProcessGroup`, 2.1 and newer). Its operation has the
     tensors first: those of the program, of a fake, or those that a subclass stands for.
     """
-    from torch._C import _distributed_c10d
-
     fake = _find(_distributed_c10d, "FakeProcessGroup")
     make = getattr(fake, "_create_internal", fake)  # in older versions, the class itself
     place = group.rank(), group.size()
@@ -266,8 +263,6 @@ def call_by_dispatcher(
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which no mode is active (`_disable_current_modes`, 2.0 and newer)."""
-    from torch.utils import _python_dispatch
-
     disable: Callable[[], contextlib.AbstractContextManager[Any]]
     disable = _find(_python_dispatch, "_disable_current_modes")
     return disable()
@@ -554,8 +549,6 @@ def threads_as_processes() -> Generator[None]:
     That is the registry in which functional collectives find their group by its name
     (`_set_thread_isolation_mode`, 2.6 and newer). A profiler raises.
     """
-    from torch._C import _distributed_c10d
-
     isolate = _find(_distributed_c10d, "_set_thread_isolation_mode")
     profilers: Any = torch.autograd.profiler, torch.profiler
     _isolating.append(isolate)
