@@ -20,28 +20,10 @@ from .faults import Delay, Fault, Join, Kill, Raise, Stop, access, sleep
 from .once_per_session import once_per_session
 from .worlds import Explored, Point, every_point, explore, run_world
 
-__all__ = [
-    "BackendContract",
-    "DeadlockError",
-    "Delay",
-    "Explored",
-    "Fault",
-    "FaultMissed",
-    "Join",
-    "Kill",
-    "Point",
-    "Raise",
-    "RankDied",
-    "StallError",
-    "Stop",
+__all__ = [  # noqa: RUF022 - by what they are for
+    "run_world", "explore", "Explored", "every_point", "Point", "access", "sleep",
+    "Fault", "Kill", "Raise", "Delay", "Stop", "Join",
+    "DeadlockError", "StallError", "UnequalRounds", "RankDied", "FaultMissed", "UnfinishedWork",
     "UncontrolledError",
-    "UnequalRounds",
-    "UnfinishedWork",
-    "access",
-    "assert_dealt",
-    "every_point",
-    "explore",
-    "once_per_session",
-    "run_world",
-    "sleep",
-]
+    "once_per_session", "assert_dealt", "BackendContract",
+]  # fmt: skip
