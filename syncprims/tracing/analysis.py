@@ -114,7 +114,7 @@ def analyse(run: TraceRun) -> Analysis:
     alignment = _align(run)
     groups = [
         _group_rounds(run, number, members)
-        for number, members in enumerate(run.groups)
+        for number, (members, _) in enumerate(run.groups)
         if len(members) > 1
     ]
     arrivals = [float(rank.rounds["posted"].min()) for rank in run.ranks if len(rank.rounds)]

@@ -167,10 +167,9 @@ def _events(analysis: Analysis, shortest: float) -> Iterator[dict[str, Any]]:
         yield {**about, "name": "process_name", "args": {"name": name}}
         yield {**about, "name": "process_sort_index", "args": {"sort_index": rank.rank}}
         for group in sorted({int(number) for number in rank.rounds["group"]}):
-            members = run.groups[group]
+            members, board = run.groups[group]
             everyone = len(members) == run.world_size
             text = "all ranks" if everyone else f"ranks {', '.join(map(str, members))}"
-            _, _, board = str(run.groups.key(group)).partition(" ")
             text += f" {board!r}" if board else ""
             yield {**about, "tid": group, "name": "thread_name", "args": {"name": text[:200]}}
         yield from _slices(analysis, rank, shortest)

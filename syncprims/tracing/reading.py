@@ -19,6 +19,7 @@ from syncprims.interface import Label
 from .recorder import CALL, ENTRY, FORMAT, LEFT, OUTCOME, ROUND, TEXT, WAITING
 
 T = TypeVar("T")
+Group = tuple[tuple[int, ...], str]  #: the members, and the name of the board, if it has one
 
 _WORDS = ("posted", "since", "done", "number")
 _ENTRY = np.dtype([*((name, "<i8") for name in _WORDS), ("tag", "<u8")])
@@ -45,10 +46,6 @@ class Numbered(list[T]):
             self._numbers[key] = len(self)
             self.append(thing)
         return self._numbers[key]
-
-    def key(self, number: int) -> Hashable:
-        """Return the key of the thing with this number."""
-        return [*self._numbers][number]
 
 
 @dataclass
@@ -78,7 +75,7 @@ class TraceRun:
 
     name: str
     calls: Numbered[Label] = field(default_factory=Numbered[Label])
-    groups: Numbered[tuple[int, ...]] = field(default_factory=Numbered[tuple[int, ...]])
+    groups: Numbered[Group] = field(default_factory=Numbered[Group])
     outcomes: Numbered[str] = field(default_factory=Numbered[str])
     ranks: list[RankTrace] = field(default_factory=list[RankTrace])
     complaints: list[str] = field(default_factory=list[str])
@@ -210,13 +207,14 @@ def _read_rounds(
     for code in np.unique(calls):
         try:
             group, *call = json.loads(texts[int(code)])
-            members = tuple(parse_ranks(group.partition(" ")[0]))
+            ranks, _, board = group.partition(" ")
+            members = tuple(parse_ranks(ranks))
             label = Label(*call)
         except (AttributeError, KeyError, ValueError, TypeError):
             continue
         chosen = calls == code
         rounds["call"][chosen] = run.calls.number(label, json.dumps(call))
-        rounds["group"][chosen] = run.groups.number(members, group)
+        rounds["group"][chosen] = run.groups.number((members, board), group)
     over = (rounds["kind"] == ROUND) | (rounds["done"] > 0)
     ordered = (rounds["posted"] <= rounds["since"]) & (rounds["since"] <= rounds["done"])
     sound = (rounds["posted"] >= 0) & (rounds["number"] > 0) & (rounds["call"] >= 0)

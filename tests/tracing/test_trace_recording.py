@@ -64,7 +64,7 @@ def test_every_round_of_every_rank_is_written_down(world: Ranks, tmp_path: Path)
         assert trace.world_size == world.ranks
     sites = {call.site for call in run.calls if call.kind != "init"}
     assert all(site.startswith("tests/tracing/test_trace_recording.py:") for site in sites)
-    assert run.groups == [tuple(range(world.ranks))]
+    assert run.groups == [(tuple(range(world.ranks)), "")]
     check_causality(run)
 
 
@@ -77,7 +77,7 @@ def test_rounds_of_two_groups_on_one_line_are_told_apart(world: Ranks, tmp_path:
 
     world.run(program, SYNCPRIMS_TRACE=str(tmp_path))
     run = only_run(tmp_path)
-    assert run.groups == [(0, 1), (0,)]
+    assert run.groups == [((0, 1), ""), ((0,), "")]
     of_main = run.ranks[0].rounds
     barriers = [number for number, call in enumerate(run.calls) if call.kind == "barrier"]
     assert sorted(of_main["group"][np.isin(of_main["call"], barriers)].tolist()) == [0, 1]
