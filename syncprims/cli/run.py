@@ -55,9 +55,7 @@ def run(options: argparse.Namespace) -> int:
     gpus = find_visible_gpus(environ)
     devices = None if gpus is None else len(gpus)
     plan = plan_launch(merge(flags, file), environ, count_processors(), devices)
-    _check_script(plan.command[2], plan.ranks > 1 or bool(plan.torchrun))
-    if plan.command[2] == "-m":
-        _check_module(plan.command[3])
+    _check_script(plan.options, plan.ranks > 1 or bool(plan.torchrun))
     if plan.torchrun:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -67,19 +65,21 @@ def run(options: argparse.Namespace) -> int:
     return launch(plan, environ)
 
 
-def _check_module(module: str) -> None:
-    """Raise if no rank can find the package of the module; nothing of it is imported here."""
-    package = module.partition(".")[0]
-    if PathFinder.find_spec(package, [os.curdir]) is None and find_spec(package) is None:
-        raise ConfigurationError(f"there is no module {module!r} here, nor in {sys.prefix}")
+def _check_script(options: Options, shared: bool) -> None:
+    """Raise if the script does not exist, for one rank or several: once, and not on every rank.
 
-
-def _check_script(script: str, shared: bool) -> None:
-    """Raise if the script does not exist, for one rank or several: once, and not on every rank."""
+    Or if no rank can find the package of a module; nothing of it is imported here.
+    """
+    script = str(options.script)
+    if options.module:
+        package = script.partition(".")[0]
+        if PathFinder.find_spec(package, [os.curdir]) is None and find_spec(package) is None:
+            raise ConfigurationError(f"there is no module {script!r} here, nor in {sys.prefix}")
+        return
     if script in ("-", "/dev/stdin") and shared:
         what = f"{script} is the standard input, which only rank 0 reads"
         raise ConfigurationError(f"{what}: write the script to a file, or start one rank")
-    if script in ("-m", "-") or Path(script).exists():
+    if script == "-" or Path(script).exists():
         return
     hint = f"; is it a module, -m {script}?"
     if script.startswith("python"):
