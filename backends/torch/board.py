@@ -143,7 +143,8 @@ class TwoLevelBoard(Board):
             decision = self.decisions.contribute(store, number, self._connection.host, notes)
             self._state.contributed = number
             if decision is not None:
-                self._share(number, decision)
+                self._share(number, decision)  # first: ranks wait for it
+                self.decisions.remove_old(store, number)
 
         self._connection.requests.submit(contribute)
 
@@ -268,6 +269,7 @@ class TwoLevelBoard(Board):
         if decision is not None:
             # The rank that was counted last is stopped or gone, or was never counted.
             self._share(number, decision)
+            self.decisions.remove_old(store, number)
             return
         seen: dict[str, list[Any]] = {}
         mine = here[self.local.rank].label

@@ -124,13 +124,15 @@ class Decisions:
         for host, members in self._hosts.items():
             for member, note in zip(members, decode_notes(pieces[host]), strict=True):
                 notes[member] = note
-        decision = self._decide(store, number, COMPLETE + encode_notes(notes))
+        return self._decide(store, number, COMPLETE + encode_notes(notes))
+
+    def remove_old(self, store: Store, number: int) -> None:
+        """Remove the round that no rank can need once round `number` has been decided."""
         # A rank that has posted this round has collected all up to depth rounds before.
         over = number - Board.depth - 1
         if over > 0:
             for what in ("notes", "count", "decision"):
                 store.delete_key(self._key(over, what))
-        return decision
 
     def contributions(self, store: Store, number: int) -> dict[int, bytes]:
         """Return what each host has contributed to a round so far."""

@@ -105,11 +105,15 @@ class Model:
 
     def _run(self, host: int, number: int, store: Any, name: str, text: str = "") -> Any:
         """Run a task of a host about round `number`, and return the decision that it learns."""
-        if name == "contribute":
-            return self._decisions.contribute(store, number, host, [NOTE])
-        if name == "look":  # the host that was counted last may have died before it decided
-            pieces = self._decisions.contributions(store, number)
-            return self._decisions.complete(store, number, pieces)
+        if name in ("contribute", "look"):
+            if name == "contribute":
+                decision = self._decisions.contribute(store, number, host, [NOTE])
+            else:  # the host that was counted last may have died before it decided
+                pieces = self._decisions.contributions(store, number)
+                decision = self._decisions.complete(store, number, pieces)
+            if decision is not None:
+                self._decisions.remove_old(store, number)
+            return decision
         if name == "abort":
             return self._decisions.abort(store, number, text.encode())
         end = _decisions.MemberEnd(host, number, "failed", failure=f"host {host} was cut off")
