@@ -373,6 +373,9 @@ def test_a_suite_runs_unchanged_in_threads(tmp_path: Path) -> None:
 
 
 EARLY = """
+import atexit
+import multiprocessing
+
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -383,10 +386,14 @@ def join(rank, folder):
 
 
 def pytest_sessionstart(session):
+    atexit.register(lambda: print(len(multiprocessing.active_children()), "still run"))
     pytest.pool = mp.get_context("spawn").Pool(2)
     pytest.pool.starmap(join, [(rank, session.startpath) for rank in range(2)], chunksize=1)
 """
 USES_EARLY = """
+import atexit
+import multiprocessing
+
 import pytest
 import torch.distributed as dist
 
@@ -399,7 +406,6 @@ def gathered(rank):
 
 def test_pool():
     assert pytest.pool.map(gathered, range(2), chunksize=1) in ([[0, 1]] * 2, [[1, 0]] * 2)
-    pytest.pool.terminate()
 """
 
 
@@ -409,6 +415,7 @@ def test_processes_that_a_suite_starts_before_its_tests_are_served(tmp_path: Pat
     out = run_pytest(tmp_path, "--syncprims-worlds")
     assert "1 passed" in out, out
     assert "1 process groups in worlds of processes" in out, out
+    assert "2 still run" in out, out  # nobody has closed the pool, which sees them after the tests
 
 
 BUGS = """

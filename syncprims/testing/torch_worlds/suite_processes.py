@@ -221,9 +221,12 @@ def _load() -> None:
 
 
 def _end_server() -> None:
-    """End the server; processes that still run go on."""
+    """End the server; it stays until this process ends if others still run, which would seem dead.
+
+    A pool that is not closed would give too few of its workers their end, and wait for the others.
+    """
     vars(_server).pop("ensure_running", None)
-    if _server._forkserver_pid is not None:
+    if _server._forkserver_pid is not None and not _standard.active_children():
         with contextlib.suppress(ProcessLookupError):  # a test may have waited for all processes
             os.kill(_server._forkserver_pid, signal.SIGKILL)
         _server._stop()
