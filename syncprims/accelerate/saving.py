@@ -18,7 +18,7 @@ from syncprims import CheckpointError, get_rank, get_world_size, is_main, traini
 from syncprims._world.runtime import get_world
 from syncprims.training import Accumulator, Saving, Stateful, unwrap_model
 from syncprims.training.checkpoints import filesystem
-from syncprims.training.checkpoints.coordination import coordinate, directory_path, meet
+from syncprims.training.checkpoints.coordination import coordinate, meet
 from syncprims.training.checkpoints.save_model import save_object
 from syncprims.training.checkpoints.stateful import check_objects, is_dtensor, state_of
 from syncprims.training.checkpoints.states import MANIFEST, agreed_steps, read_manifest
@@ -166,7 +166,7 @@ class Checkpointing:
         models = self._models_inside()
         if not self._before_saving:
             return self._stateful(models)
-        path = directory_path(directory)
+        path = filesystem.directory_path(directory)
 
         def call_hooks() -> list[Weights]:
             Path(path).mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ class Checkpointing:
 
         :raises CheckpointError: on all ranks, if a hook raises on one.
         """
-        path, left = directory_path(directory), self._models_inside()
+        path, left = filesystem.directory_path(directory), self._models_inside()
 
         def call_hooks() -> None:
             for hook in list(self._before_loading.values()):
@@ -360,7 +360,7 @@ def _save_alone(
 
     :raises CheckpointError: on this rank, if it cannot write its part.
     """
-    path = directory_path(path)
+    path = filesystem.directory_path(path)
     with get_world().own_group():
         # The ranks' parts may come in any order.
         coordinate(f"save_state to {path}", lambda: filesystem.make_directory(path))
@@ -377,7 +377,7 @@ def _load_alone(path: str, objects: Callable[[], Mapping[str, Stateful]]) -> Non
 
     :raises CheckpointError: on all ranks, as ``load_state``, but not for another number of ranks.
     """
-    path = directory_path(path)
+    path = filesystem.directory_path(path)
     doing = f"load_state from {path}"
     meet(doing, path)  # each rank has saved before
 

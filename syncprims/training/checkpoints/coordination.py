@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar, cast
 
 from syncprims import CheckpointError, Failure, SyncError, get_rank
 from syncprims._world.group import gather_as
 from syncprims._world.runtime import get_active_group
-
-from . import filesystem
 
 T = TypeVar("T")
 
@@ -22,18 +19,6 @@ _UNCHANGED = (
 _SAME_OBJECTS = (
     "Every rank passes the same objects under the same names, with the same tensors in them."
 )
-
-
-def directory_path(directory: str | os.PathLike[str]) -> str:
-    """Return the absolute path of a directory. A later chdir does not change it.
-
-    :raises TypeError: if `directory` is neither a str nor a path.
-    :raises ValueError: if it is empty.
-    """
-    path = filesystem.path_of(directory, "directory")
-    if not path:
-        raise ValueError("directory='': it takes a name; '.' is the working directory")
-    return filesystem.absolute(path)
 
 
 def meet(doing: str, path: str = "") -> list[int]:

@@ -257,6 +257,18 @@ def absolute(path: str) -> str:
         raise CheckpointError(what, path=path, errno=error.errno) from error
 
 
+def directory_path(directory: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a directory. A later chdir does not change it.
+
+    :raises TypeError: if `directory` is neither a str nor a path.
+    :raises ValueError: if it is empty.
+    """
+    path = path_of(directory, "directory")
+    if not path:
+        raise ValueError("directory='': it takes a name; '.' is the working directory")
+    return absolute(path)
+
+
 def resolve_target(path: str) -> str:
     """Return the file that a write to `path` replaces: the target, if `path` is a link.
 

@@ -16,7 +16,7 @@ from syncprims.training.preparation import unwrap_model
 
 from . import commit, filesystem
 from .commit import Digests
-from .coordination import coordinate, directory_path
+from .coordination import coordinate
 from .integrity import BLANK, SEAL, dump, put_seal
 from .safetensors_file import byte_size, check_storable, write_safetensors
 from .stateful import portable_name, storage_key
@@ -51,7 +51,7 @@ def save_model(
     :raises ValueError: if `max_shard_size` is not a size, or `directory` is empty.
     """
     most = _parse_size(max_shard_size)
-    path = directory_path(directory)
+    path = filesystem.directory_path(directory)
     doing = f"save_model to {path}"
     first_file = _SAFETENSORS if safe_serialization else _TORCH
 

@@ -26,7 +26,7 @@ from syncprims.training.rng import restore as restore_rng
 from . import commit, filesystem, integrity, stateful
 from .async_save import Saving, finish_earlier, start_save
 from .commit import Digests, FilePlan, Save, Tensors
-from .coordination import check_equal, coordinate, directory_path, meet
+from .coordination import check_equal, coordinate, meet
 from .integrity import BLANK, SEAL, check_file_name, reading, refusal
 from .safetensors_file import byte_size, read_safetensors, write_safetensors
 from .stateful import State, Stateful, split_state, state_of
@@ -122,9 +122,8 @@ def save_state(
         neither a str nor a path.
     :raises ValueError: if a name cannot be a file's name, or `directory` is empty.
     """
-    return save_to(
-        directory_path(directory), objects, rank_objects or {}, step=step, rng=rng, block=block
-    )
+    path = filesystem.directory_path(directory)
+    return save_to(path, objects, rank_objects or {}, step=step, rng=rng, block=block)
 
 
 def save_to(
@@ -247,7 +246,7 @@ def load_state(
     stateful.check_objects(objects, own)
     own |= {_RNG: _RandomNumbers()} if rng else {}
     things = {**objects, **own}
-    path = directory_path(directory)
+    path = filesystem.directory_path(directory)
     doing = f"load_state from {path}"
     finish_earlier()
     ranks = meet(doing)
@@ -385,7 +384,7 @@ class Checkpoints:
             raise ValueError(f"keep_last={keep_last!r}: it takes 1 or more, or None for all")
         if "/" in prefix or prefix.startswith(".") or "\0" in prefix:
             raise ValueError(f"prefix={prefix!r}: it must be the beginning of a directory's name")
-        self.directory: str = directory_path(directory)
+        self.directory: str = filesystem.directory_path(directory)
         self.keep_last = keep_last
         self.prefix = prefix
 
