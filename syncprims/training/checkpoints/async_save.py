@@ -5,8 +5,6 @@ their own: the ranks meet at others meanwhile. In a world of threads ranks take 
 is made at once.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import contextlib
@@ -33,20 +31,20 @@ _GROUPS = "training.saving.groups"  # of the threads, by epoch and ranks
 
 def start_save(save: Save, lock: contextlib.ExitStack) -> Saving:
     """Copy what this rank writes, and return while a thread writes it and then closes `lock`."""
-    saving = Saving(save.place.path, save)
+    background = BackgroundSave(save)
 
     def copy() -> None:
         own = save.each_own_file(lambda _, tensors: _copy_to_host(tensors))
         save.files = [file._replace(tensors=own.get(file.name, {})) for file in save.files]
 
     def clean_up() -> None:
-        if save.leads and not saving.begun:
+        if save.leads and not background.begun:
             save.abandon()
 
     with cleanup_on_error(save.doing, clean_up):
         coordinate(save.doing, copy)
-        saving._start(lock)
-    return saving
+        background.start(lock)
+    return Saving(save.place.path, background)
 
 
 def finish_earlier() -> None:
@@ -55,34 +53,57 @@ def finish_earlier() -> None:
     :raises CheckpointError: if it has failed.
     """
     earlier = current().extras.get(_KEY)
-    if isinstance(earlier, Saving) and earlier._end():
-        earlier._outcome.result()
+    if isinstance(earlier, BackgroundSave) and earlier.end():
+        earlier.outcome.result()
 
 
 class Saving:
     """The handle of a save. It is also the path of the checkpoint's directory."""
 
-    def __init__(self, path: str, save: Save | None = None) -> None:
-        """With `save`, it is written by a thread of each rank; else it is complete."""
+    def __init__(self, path: str, background: BackgroundSave | None = None) -> None:
+        """Without `background`, the save is complete."""
         self.path = path  #: the checkpoint's directory
-        self.begun: bool = False  #: then only the thread removes what it has not finished
-        if save is None:
-            return
-        self._save = save
-        self._epoch = current().epoch
-        self._group = _group_of_threads()
-        self._outcome: Future[None] = Future()
-        # Not a daemon: a program that ends lets its last checkpoint finish.
-        self._thread = threading.Thread(
-            target=contextvars.copy_context().run,  # of the same rank
-            args=(self._run,),
-            name="syncprims-save",
-        )
+        self._background = background
 
     def __fspath__(self) -> str:
         return self.path
 
-    def _start(self, lock: contextlib.ExitStack) -> None:
+    @property
+    def done(self) -> bool:
+        """Whether this rank has finished its part. Does not wait."""
+        return self._background is None or not self._background.thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is durable. All ranks that save it call it.
+
+        :raises CheckpointError: on all ranks, if a rank's part has failed; once.
+        """
+        latest = current().extras.get(_KEY)
+        if not isinstance(latest, BackgroundSave) or latest is not self._background:
+            return  # it was complete, or an earlier call has waited
+        if not latest.end():
+            text = f"{latest.doing} was not finished when a rank was lost: save again"
+            raise CheckpointError(text, path=self.path)
+        latest.outcome.result()
+
+
+class BackgroundSave:
+    """One rank's part of a save, written by a thread."""
+
+    def __init__(self, save: Save) -> None:
+        self.begun: bool = False  #: then only the thread removes what it has not finished
+        self.doing: str = save.doing
+        self.outcome: Future[None] = Future()
+        self._save = save
+        self._epoch: int = current().epoch
+        self._group = _group_of_threads()
+        # Not a daemon: a program that ends lets its last checkpoint finish.
+        run = contextvars.copy_context().run  # as the same rank
+        self.thread: threading.Thread = threading.Thread(
+            target=run, args=(self._run,), name="syncprims-save"
+        )
+
+    def start(self, lock: contextlib.ExitStack) -> None:
         """Start to write, and own `lock`."""
         self._lock = lock.pop_all()
         current().extras[_KEY] = self
@@ -91,49 +112,31 @@ class Saving:
         if internals_of(self._group).rounds.board.virtual_time:
             self._run()
         else:
-            self._thread.start()
+            self.thread.start()
 
-    @property
-    def done(self) -> bool:
-        """Whether this rank has finished its part. Does not wait."""
-        return not (self.begun and self._thread.is_alive())
-
-    def wait(self) -> None:
-        """Return when the checkpoint is durable. All ranks that save it call it.
-
-        :raises CheckpointError: on all ranks, if a rank's part has failed; once.
-        """
-        if current().extras.get(_KEY) is not self:
-            return  # it was complete, or an earlier call has waited
-        if not self._end():
-            text = f"{self._save.doing} was not finished when a rank was lost: save again"
-            raise CheckpointError(text, path=self.path)
-        self._outcome.result()
-
-    def _end(self) -> bool:
+    def end(self) -> bool:
         """Return when the thread has ended: whether the ranks are still those that began to save.
 
         Otherwise a rank was lost, which has ended the save everywhere.
         """
         # If `join` raises, as a signal handler may, Python up to 3.12 forgets the running thread,
         # and does not wait for it at exit.
-        wait([self._outcome])
-        if self._thread.ident is not None:
-            self._thread.join()
+        wait([self.outcome])
+        if self.thread.ident is not None:
+            self.thread.join()
         del current().extras[_KEY]
         return self._epoch == current().epoch
 
     def _run(self) -> None:
-        save = self._save
         try:
             with self._lock, self._group:
-                save.run()
+                self._save.run()
         except Exception as error:
             # The program may end without calling wait().
-            filesystem.LOG.error("%s, in the background, has failed: %s", save.doing, error)
-            self._outcome.set_exception(error)
+            filesystem.LOG.error("%s, in the background, has failed: %s", self.doing, error)
+            self.outcome.set_exception(error)
         else:
-            self._outcome.set_result(None)
+            self.outcome.set_result(None)
 
 
 def _group_of_threads() -> Group:

@@ -478,10 +478,10 @@ def test_an_interrupt_takes_nothing_from_a_save_behind(meeting_place: Path, tmp_
             start(self, lock)
             raise KeyboardInterrupt
 
-        start, path = async_save.Saving._start, tmp_path / "state"
+        start, path = async_save.BackgroundSave.start, tmp_path / "state"
         model = nn.Linear(100, 100)
         if sp.is_main():
-            async_save.Saving._start = start_and_be_interrupted  # type: ignore[method-assign]
+            async_save.BackgroundSave.start = start_and_be_interrupted  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 save_state(path, {"model": model}, step=7, block=False)
         else:
