@@ -71,7 +71,6 @@ class TorchBackend(Backend):
         self.check(topology, settings)
         super().__init__(topology, settings)
         self._boards: list[TwoLevelBoard] = []
-        self._connection: HostConnection | None = None  # if there are other hosts
         self._has_published = False
         self._published: dict[
             int, tuple[float, bytes]
@@ -167,11 +166,10 @@ class TorchBackend(Backend):
             lives, probe = self._local.liveness, StoreProbe(endpoint, settings.heartbeat)
             heartbeat = Heartbeat(placement.token, host, settings.heartbeat)
             meeting = lives, self._local, placement, host, placement.host_of[0]
-            self._connection = HostConnection(*meeting, endpoint, *links, heartbeat, probe)
+            connection = HostConnection(*meeting, endpoint, *links, heartbeat, probe)
             self.process = own
-            hosts = Processes(own, self._connection, roster, elastic=settings.elastic)
-            self._hosts = hosts
-            self._ask(endpoint, self._connection.heartbeat.beat)
+            self._hosts = hosts = Processes(own, connection, roster, elastic=settings.elastic)
+            self._ask(endpoint, heartbeat.beat)
             if placement.goes_on:  # from now on the others know that it waits
                 lives_at = self._local.liveness.process
                 self._ask(endpoint, lambda store: roster.write(store, own, lives_at))
@@ -225,9 +223,10 @@ class TorchBackend(Backend):
         return board
 
     def _board(self, members: Sequence[int], name: str) -> Board:
-        if self._connection is None:
+        if self._hosts is None:
             return self._local.board(members, name)
-        here = self._connection.ranks
+        connection = self._hosts.connection
+        here = connection.ranks
         local = [rank for rank in members if rank in here]
         processes = [self._local.members[here.index(rank)] for rank in local]
         own = self._local.open_board(local, name, processes, members)
@@ -235,9 +234,7 @@ class TorchBackend(Backend):
             return own
         file = self._local.file_of(members, name)
         with self._local.locked_directory():
-            board = TwoLevelBoard(
-                members, file, own, self._connection, self.settings.gloo_interfaces
-            )
+            board = TwoLevelBoard(members, file, own, connection, self.settings.gloo_interfaces)
         self._boards.append(board)
         return board
 
@@ -268,10 +265,9 @@ class TorchBackend(Backend):
         if dist.is_initialized():
             return
         top = self.topology
-        connection = self._connection
-        if connection is not None:
+        if self._hosts is not None:
             prefix = f"{self._placement.token}/default-{self._local.epoch}"
-            store = dist.PrefixStore(prefix, connection.endpoint.connect())
+            store = dist.PrefixStore(prefix, self._hosts.connection.endpoint.connect())
         else:
             with self._local.locked_directory() as directory:
                 path = directory.path / f"default-group-{self._local.epoch}"
@@ -293,14 +289,14 @@ class TorchBackend(Backend):
         self._published.clear()
         self.publish("waits", b"")
         super().enter(epoch, members, topology)
-        connection, hosts = self._connection, self._hosts
-        if connection is None or hosts is None:
+        hosts = self._hosts
+        if hosts is None:
             (group,) = self._placement.hosts
             ranks = list(range(topology.world_size))
             self._placement = Placement(self._placement.token, [group._replace(ranks=ranks)])
             self._local.enter(epoch, members, topology)
             return
-        number = connection.host
+        number = hosts.connection.host
         roster = hosts.roster
         hosts.members = self.members
         of_rank = [roster.host_of[process] for process in members]
@@ -310,7 +306,7 @@ class TorchBackend(Backend):
         ]
         ranks = groups[number].ranks
         self._placement = Placement(self._placement.token, groups)
-        self._connection = connection._replace(placement=self._placement)
+        hosts.connection = hosts.connection._replace(placement=self._placement)
         index, count = ranks.index(topology.rank), len(ranks)
         here = Topology(
             index, count, index, count, 0, 1, topology.launcher, self._local.topology.run_id
@@ -330,26 +326,26 @@ class TorchBackend(Backend):
 
     def publish(self, topic: Topic, value: bytes) -> None:
         """Make `value` readable for others, on this host and on other hosts."""
-        connection, hosts = self._connection, self._hosts
+        hosts = self._hosts
         if hosts is not None and topic == "reform":
             hosts.publish(value)
             return
         self._local.publish(topic, value)
-        if connection is None or hosts is None or topic != "waits":
+        if hosts is None or topic != "waits":
             return
         if value or self._has_published:
             self._has_published = bool(value)
             key = hosts.key("waits", self.process)
-            connection.requests.submit(lambda store: store.set(key, value))
+            hosts.connection.requests.submit(lambda store: store.set(key, value))
 
     def published(self, topic: Topic, process: int) -> bytes:
         """Return the latest value of `process`; that of another host may be a second old."""
-        connection, hosts = self._connection, self._hosts
-        if connection is None or hosts is None:
+        hosts = self._hosts
+        if hosts is None:
             return self._local.published(topic, process)
         if topic == "reform":
             return hosts.published(process)
-        if hosts.roster.host_of[process] == connection.host:
+        if hosts.roster.host_of[process] == hosts.connection.host:
             return self._local.published(topic, hosts.roster.local[process])
         if topic != "waits" or not self._has_published:
             return b""  # only a rank that has published its own long wait reads from other hosts
@@ -358,7 +354,7 @@ class TorchBackend(Backend):
             key = hosts.key("waits", process)
             value = b""
             with contextlib.suppress(StoreGone):
-                value = connection.requests.ask(lambda store: read_key(store, key), _LEAVING)
+                value = hosts.connection.requests.ask(lambda store: read_key(store, key), _LEAVING)
             self._published[process] = now, value
         return self._published[process][1]
 
@@ -380,13 +376,14 @@ class TorchBackend(Backend):
 
     def _beat(self, store: Store) -> None:
         """Send this host's heartbeat, and publish the end of ranks that died on it."""
-        connection, hosts = self._connection, self._hosts
-        if connection is None or hosts is None:
+        hosts = self._hosts
+        if hosts is None:
             return
-        connection.heartbeat.beat(store)
+        liveness = hosts.connection.liveness
+        hosts.connection.heartbeat.beat(store)
         hosts.look_for_arrivals(store)
         for process, of_world in hosts.here.items():
-            state = connection.liveness.peek(process)
+            state = liveness.peek(process)
             if of_world != hosts.own and state == "lost":
                 self._publish_end_of(store, process, "lost")
                 store.set(hosts.key("left", of_world), "")
@@ -423,19 +420,19 @@ class TorchBackend(Backend):
 
     def close(self, failure: bytes | None = None) -> None:
         """Publish on all hosts how this rank ends. A rank that serves the store leaves last."""
-        connection = self._connection
+        hosts = self._hosts
         normally = failure is None and not (
             self._local.is_broken() or any(board.is_broken for board in self._boards)
         )
-        if connection is not None and self._hosts is not None:
-            hosts = self._hosts
+        if hosts is not None:
+            connection = hosts.connection
             with contextlib.suppress(StoreGone, RuntimeError):
                 connection.requests.ask(
                     lambda store: self._publish_end(store, hosts, failure), _LEAVING
                 )
             if connection.endpoint.served_by_rank_0 and hosts.own == 0:
                 with contextlib.suppress(StoreGone, RuntimeError):
-                    self._await_others(connection, hosts, failed=failure is not None)
+                    self._await_others(hosts, failed=failure is not None)
         self._close_links()
         for board in self._boards:
             board.close()
@@ -465,19 +462,19 @@ class TorchBackend(Backend):
             )
         hosts.leave(store)
 
-    def _await_others(self, connection: HostConnection, hosts: Processes, *, failed: bool) -> None:
+    def _await_others(self, hosts: Processes, *, failed: bool) -> None:
         """Return when every other rank has left, or is on a host that is gone.
 
         :raises StoreGone: if there is no store any more.
         """
-        here, heartbeat = connection.host, connection.heartbeat
-        host_of = hosts.roster.host_of
+        connection, host_of = hosts.connection, hosts.roster.host_of
+        heartbeat = connection.heartbeat
         left = [process for process in hosts.members if process != hosts.own]
         begin = warned = time.monotonic()
 
         def look(store: Store) -> list[int]:
             still = [process for process in left if not store.check([hosts.key("left", process)])]
-            heartbeat.look(store, {host_of[process] for process in still} - {here})
+            heartbeat.look(store, {host_of[process] for process in still} - {connection.host})
             return [s for s in still if heartbeat.silence(host_of[s]) < heartbeat.limit]
 
         while True:
@@ -496,8 +493,8 @@ class TorchBackend(Backend):
         """Release everything in a forked child: the threads are not there."""
         for board in self._boards:
             board.close()
-        if self._connection is not None:
-            self._connection.probe.close()
+        if self._hosts is not None:
+            self._hosts.connection.probe.close()
         self._default.abandon()
         self._local.abandon()
         self._boards.clear()
@@ -509,8 +506,8 @@ class TorchBackend(Backend):
     def _release(self) -> None:
         self._close_links()
         self._boards.clear()
-        if self._connection is not None:
-            self._connection.probe.close()
+        if self._hosts is not None:
+            self._hosts.connection.probe.close()
         if self._endpoint is not None:
             self._endpoint.kept = None
 

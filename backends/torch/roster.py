@@ -85,29 +85,24 @@ class Processes:
     """The processes of a run, seen from one host."""
 
     def __init__(
-        self,
-        own: int,
-        connection: HostConnection,
-        roster: Roster,
-        *,
-        elastic: bool,
+        self, own: int, connection: HostConnection, roster: Roster, *, elastic: bool
     ) -> None:
         self.own = own
         self.roster = roster
         self.members = tuple(range(roster.first))
         self._open = elastic
-        self._connection = connection
+        self.connection = connection  #: of this host, in the present epoch
         self._left: set[int] = set()
         self._admitted: set[int] = set()  # all members that this rank has known
 
     def key(self, what: str, name: int | str) -> str:
         """Return the key of what belongs to a process, or to a decision."""
-        return f"{self._connection.placement.token}/{what}/{name}"
+        return f"{self.connection.placement.token}/{what}/{name}"
 
     @property
     def here(self) -> dict[int, int]:
         """The processes of this host, by their number there."""
-        roster, own = self.roster, self._connection.host
+        roster, own = self.roster, self.connection.host
         return {n: p for p, n in [*roster.local.items()] if roster.host_of[p] == own}
 
     def publish(self, call: bytes) -> None:
@@ -121,7 +116,7 @@ class Processes:
 
     def state(self, process: int) -> State:
         """Return the state of `process`: exact on this host, the last one read on others."""
-        connection = self._connection
+        connection = self.connection
         host = self.roster.host_of[process]
         if host == connection.host:
             return connection.liveness.state(self.roster.local[process])[0]
@@ -180,18 +175,18 @@ class Processes:
         store.set(self.key("left", self.own), "")
         others = [p for p in [*self.roster.local] if self.state(p) == "alive"]
         if self._open and store.check([self.key("left", p) for p in (self.own, *others)]):
-            store.set(over_key(self._connection.placement.token), "")
+            store.set(over_key(self.connection.placement.token), "")
 
     def _look_at(self, store: Store, processes: Iterable[int]) -> None:
         hosts = {process: self.roster.host_of[process] for process in processes}
-        elsewhere = {p: host for p, host in hosts.items() if host != self._connection.host}
+        elsewhere = {p: host for p, host in hosts.items() if host != self.connection.host}
         self._left |= {p for p in elsewhere if store.check([self.key("left", p)])}
-        self._connection.heartbeat.look(store, {*elsewhere.values()})
+        self.connection.heartbeat.look(store, {*elsewhere.values()})
 
     def _ask(self, work: Callable[[Any], T]) -> T:
         """Return what ``work(store)`` returns."""
         try:
-            return self._connection.requests.ask(work, self._connection.heartbeat.limit)
+            return self.connection.requests.ask(work, self.connection.heartbeat.limit)
         except StoreGone as error:
-            what = f"reform() cannot ask the store at {self._connection.endpoint.address}: {error}"
+            what = f"reform() cannot ask the store at {self.connection.endpoint.address}: {error}"
             raise BackendUnavailable(f"{what}. Restart the run from a checkpoint") from error
