@@ -411,9 +411,8 @@ class Awaited(NamedTuple):
 
     call: str = ""  #: the user's call that waits, as messages show it
     boards: Sequence[Board] = ()  #: at any of which a note, or a verdict, may end it
-    missing: Callable[[], Sequence[int]] = (
-        tuple  #: returns the processes that it needs, all of them
-    )
+    #: Returns the processes that it needs, all of them.
+    missing: Callable[[], Sequence[int]] = tuple
 
 
 NOTHING = Awaited()  #: nothing beside the condition
@@ -455,9 +454,8 @@ class Backend(ABC):
         self.capacity: int = topology.world_size  #: members at one time, at most
         self.process: int = topology.rank  #: the number of this process
         self.epoch: int = 0  #: the number of the present one
-        self.members: tuple[int, ...] = tuple(
-            range(topology.world_size)
-        )  #: the process of each of its ranks
+        #: the process of each of its ranks
+        self.members: tuple[int, ...] = tuple(range(topology.world_size))
 
     @classmethod  # noqa: B027 - optional
     def check(cls, topology: Topology, settings: Settings) -> None:

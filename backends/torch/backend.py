@@ -72,9 +72,8 @@ class TorchBackend(Backend):
         super().__init__(topology, settings)
         self._boards: list[TwoLevelBoard] = []
         self._has_published = False
-        self._published: dict[
-            int, tuple[float, bytes]
-        ] = {}  # by processes of other hosts, and when
+        # By processes of other hosts, and when that was read.
+        self._published: dict[int, tuple[float, bytes]] = {}
         self._finished_since: dict[int, float] = {}  # ranks of this host
         self._ends_published: set[tuple[int, TwoLevelBoard]] = set()
         self._hosts: Processes | None = None  # if there are other hosts

@@ -23,16 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims import errors
 from syncprims._protocol.call_site import describe_call
-from syncprims.errors import (
-    BackendUnavailable,
-    Evicted,
-    Failure,
-    PeerFailed,
-    PeerLost,
-    SyncError,
-    SyncTimeout,
-    WorldClosed,
-)
+from syncprims.errors import Failure, PeerFailed, PeerLost, SyncError, SyncTimeout
 from syncprims.interface import Awaited
 
 from .world import JOINER, Epoch, Member
@@ -77,7 +68,7 @@ def reform(world: RunningWorld, min_ranks: int, timeout: float | None) -> Change
     """As :func:`syncprims.reform`."""
     call, now = describe_call(), world.rounds.board.now
     if not world.backend.can_reform:
-        raise BackendUnavailable(
+        raise errors.BackendUnavailable(
             f"reform() does not work on backend {world.backend_name!r}: restart the run from a "
             f"checkpoint, as `syncprims run --max-restarts` does. The backends 'file' and 'torch' "
             f"support it"
@@ -104,11 +95,12 @@ def _begin_next(world: RunningWorld, terms: _Terms, error: SyncError) -> None:
 
     def why() -> SyncError:
         if world.epoch >= epoch.number:
-            return WorldClosed(
+            return errors.WorldClosed(
                 "reform() has made a new world, and this belongs to the one before: make groups, "
                 "process groups and what was built on them again"
             )
-        return WorldClosed("reform() was interrupted, and this rank is in no world: call it again")
+        interrupted = "reform() was interrupted, and this rank is in no world: call it again"
+        return errors.WorldClosed(interrupted)
 
     world.begin_epoch(epoch, topology, why)
 
@@ -211,10 +203,8 @@ class _Vote:
             decision = self._look()
         if isinstance(decision, SyncError):
             raise decision
-        if (
-            backend.process not in decision.processes
-        ):  # only between hosts: one cut off has come back
-            raise Evicted(
+        if backend.process not in decision.processes:  # between hosts: one cut off has come back
+            raise errors.Evicted(
                 f"{self._call} came too late: the other ranks have made a new world without this "
                 f"host, whose heartbeat they missed. End this process: if it continued, there "
                 f"would be two runs",

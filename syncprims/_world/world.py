@@ -220,10 +220,10 @@ class RunningWorld(World):
         if self.timeout is None and not backend.detects_death:
             self.timeout = BLIND_TIMEOUT
         self.decided = decided  #: a membership whose ranks have not met yet
-        epoch, rounds = (
-            (decided.number, decided.members[topology.rank].rounds) if decided else (0, 0)
-        )
-        self._begin(topology, epoch, rounds)
+        if decided is None:
+            self._begin(topology, 0, 0)
+        else:
+            self._begin(topology, decided.number, decided.members[topology.rank].rounds)
 
     def _begin(self, topology: Topology, epoch: int, rounds: int) -> None:
         """Begin an epoch, before which this rank has completed so many rounds."""
