@@ -1,8 +1,5 @@
 """Gradient accumulation that is exact: at the tail, with weights, with several models."""
 
-# The accumulator and its windows are one mechanism in two classes.
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import contextlib
@@ -29,7 +26,7 @@ from .gradient_sync import (
     broadcast_buffers,
     gradient_sync,
 )
-from .precision import Precision
+from .precision import Precision, forget_gradients
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -82,13 +79,7 @@ class Accumulator:
         self.schedules: list[Any] = []  #: that follow these optimizers
         self._windows: dict[tuple[nn.Module, ...], AccumulationWindow] = {}
         self.entered: list[AccumulationWindow] = []  #: in the order of their latest blocks
-        self._unsynced: list[nn.Module] = []  # models in a block of `no_sync`
-        self._watch = BackwardWatch(self._average_plain)
-        # Of :func:`join_uneven_inputs`: announces an event of this rank to the others, and returns
-        # what the ranks that still train have announced.
-        self._announce: Callable[[str, Any], list[Any]] | None = None
-        self._first_active = 0  # the lowest rank that still trains
-        self._averaged: dict[nn.Parameter, torch.Tensor | None] = {}
+        self._averager = Averager(self.models, self.entered)
         self.steps = steps
 
     @property
@@ -128,7 +119,7 @@ class Accumulator:
         chosen = models or self.models
         window = self._windows[models] = AccumulationWindow(chosen, models, self)
         for model in chosen:
-            self._watch_model(model)
+            self._averager.watch_model(model)
         self.entered.append(window)
         return window
 
@@ -156,13 +147,13 @@ class Accumulator:
         :raises ValueError: if a window mixes losses with and without a weight, or a micro-batch
             losses of different weights.
         """
-        window = self.entered[-1] if self.entered else None
-        if skip is not None and (window is None or not window.inside or self._announce):
+        window, announce = self.entered[-1] if self.entered else None, self._averager.announce
+        if skip is not None and (window is None or not window.inside or announce):
             raise ValueError(
                 "backward(skip=...): call it in `with accumulate(model):`, and not in "
                 "join_uneven_inputs(), where ranks have different numbers of batches"
             )
-        if skip is not None and window is not None and window.has_pass:
+        if skip is not None and window is not None and window.current is not None:
             raise ValueError("backward(skip=...): give it one loss, the sum of a micro-batch's")
         if window is None or (window.stepped and not window.inside):
             self._backward_outside(loss, weight, options)
@@ -171,8 +162,8 @@ class Accumulator:
             self.skipped += 1
             window.skip()
             return
-        if self._announce is not None:
-            self._announce("backward", weight is not None)
+        if announce is not None:
+            announce("backward", weight is not None)
         window.count_pass(weight)
         if window.sync:
             factor = window.close_factor()
@@ -180,26 +171,27 @@ class Accumulator:
             factor = 1.0 / self.steps if self.divide_by_steps and weight is None else 1.0
         self._run_backward(loss, factor, options)
         if window.averages:
-            window.average(skip=self._unsynced)
+            self._averager.average(window.models, skip=self._averager.unsynced)
 
     def _backward_outside(
         self, loss: torch.Tensor, weight: float | None, options: dict[str, Any]
     ) -> None:
         """Add the gradients of a loss outside of any block: it is a window of its own."""
-        self._update_scaler()
+        _update_scaler(self)
         if weight is None:
             factor = 1.0 / self.steps
         else:
-            if self._announce is not None:
+            if self._averager.announce is not None:
                 what = "backward(weight=...) in join_uneven_inputs() is outside of a micro-batch"
                 raise ValueError(f"{what}; put it in `with accumulate(model):`")
             factor = _mean_factor(all_reduce(_checked(weight), name="weights"))
         self._run_backward(loss, factor, options)
-        self._average([m for m in self.models if m not in self._unsynced])
+        self._averager.average_outside(self.models)
 
     def _run_backward(self, loss: torch.Tensor, factor: float, options: dict[str, Any]) -> None:
         """Add the gradients of `loss` times `factor`."""
-        self._watch.paused = True
+        watch = self._averager.watch
+        watch.paused = True
         try:
             if self.precision.scaler is not None:
                 loss = self.precision.scaler.scale(loss)
@@ -210,7 +202,7 @@ class Accumulator:
             else:  # the factor as the loss's own gradient: the same numbers, and two kernels less
                 loss.backward(torch.full_like(loss, factor), **options)  # type: ignore[no-untyped-call]
         finally:
-            self._watch.paused = False
+            watch.paused = False
 
     def flush(self) -> bool:
         """Close windows that are not full: average and scale them, and let the next step pass.
@@ -225,70 +217,14 @@ class Accumulator:
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """In this block, backward passes do not average the gradients of `model` over ranks."""
-        return self._with_sync(model, enabled=False)
+        return self._averager.with_sync(model, enabled=False)
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """In this block a backward pass averages the gradients of `model` over ranks.
 
         Also if its forward pass was in a block of :meth:`no_sync`, or if this block is in one.
         """
-        return self._with_sync(model, enabled=True)
-
-    @contextlib.contextmanager
-    def _with_sync(self, model: nn.Module, *, enabled: bool) -> Generator[None]:
-        before = self._unsynced
-        others = [other for other in before if other is not model]
-        self._unsynced = others if enabled else [*others, model]
-        try:
-            with gradient_sync(model, enabled):
-                yield
-        finally:
-            self._unsynced = before
-
-    # -- backward passes outside of windows ---------------------------------------------------
-
-    def _watch_model(self, model: nn.Module) -> None:
-        """Average the gradients of `model` after passes that the library does not run, too."""
-        is_ddp = isinstance(model, DistributedDataParallel)
-        if get_world_size() > 1 and (is_ddp or not averages_gradients_itself(model)):
-            self._watch.add(model)
-
-    def _average_plain(self, models: Sequence[nn.Module]) -> None:
-        """Average after a script's own backward pass, unless a window or ``no_sync`` holds it."""
-        waiting = [m for w in self.entered if w.inside and not w.averages for m in w.models]
-        self._average([m for m in models if m not in [*waiting, *self._unsynced]])
-
-    def _average(self, models: Sequence[nn.Module]) -> None:
-        """Average gradients that a backward pass outside of windows left in `models`. Collective.
-
-        Their buffers are main's afterwards, except where ranks without batches join.
-        """
-        if get_world_size() == 1:
-            return
-        joining = self._announce is not None
-        for model in models:
-            if not joining and any(True for _ in model.buffers()):
-                broadcast_buffers(model)
-        if not joining:
-            self._complete(models)
-        models = [m for m in models if joining or not averages_gradients_itself(m)]
-        if not models:
-            return
-        own = dict.fromkeys(p for m in models for p in m.parameters())
-        if self._announce is not None:
-            numbers = [i for i, known in enumerate(self.models) if known in models]
-            uncleared = any(p.grad is not None and p.grad is self._averaged.get(p) for p in own)
-            self._announce("gradients", (numbers, uncleared))
-        average_gradients(own)
-        if joining:
-            self._averaged.update((p, p.grad) for p in own)
-
-    def _complete(self, models: Iterable[nn.Module]) -> None:
-        """Average the gradients that DDP has not averaged, on any rank. Collective."""
-        wrapped = [m for m in models if isinstance(m, DistributedDataParallel)]
-        missed = [self._watch.misses(m) for m in wrapped]
-        if missed and any_rank(any(missed), name="gradients outside of DDP"):
-            average_gradients(dict.fromkeys(p for m in wrapped for p in m.parameters()))
+        return self._averager.with_sync(model, enabled=True)
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -333,23 +269,13 @@ class Accumulator:
         for optimizer in owners:
             optimizer.unscale_gradients()
 
-    def _update_scaler(self, besides: AccumulationWindow | None = None) -> None:
-        """Update the loss scaler, unless other windows hold gradients of the present scale."""
-        if self.precision.scaler is None:
-            return  # at once: every micro-batch comes here
-        if not any(w.is_half_full for w in self.entered if w is not besides):
-            self.precision.update_scaler()
-
     # -- forgetting -------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Forget all models, optimizers, schedules and windows."""
-        for container in (
-            self.models, self.optimizers, self.schedules, self._windows, self.entered,
-            self._averaged,
-        ):  # fmt: skip
-            container.clear()
-        self._watch.clear()
+        for held in (self.models, self.optimizers, self.schedules, self._windows, self.entered):
+            held.clear()
+        self._averager.clear()
 
     @property
     def is_half_full(self) -> bool:
@@ -358,11 +284,100 @@ class Accumulator:
 
     def restart(self) -> None:
         """Drop the gradients of all windows, after a state was loaded in place of them."""
-        self.precision._forget_gradients()
+        forget_gradients(self.precision)
         for optimizer in self.optimizers:
             optimizer._forget_gradients()
         for window in self.entered:
             window.restart()
+
+
+class Averager:
+    """Averages the gradients of one accumulator's models over the ranks."""
+
+    def __init__(self, models: list[nn.Module], entered: list[AccumulationWindow]) -> None:
+        """`models` are the prepared ones; both lists are the accumulator's, which changes them."""
+        self._models, self._entered = models, entered
+        #: Of :func:`join_uneven_inputs`: announces an event of this rank to the others, and returns
+        #: what the ranks that still train have announced.
+        self.announce: Callable[[str, Any], list[Any]] | None = None
+        self.first_active: int = 0  #: the lowest rank that still trains
+        self.unsynced: list[nn.Module] = []  #: models in a block of `no_sync`
+        self.watch: BackwardWatch = BackwardWatch(self._average_plain)
+        self._averaged: dict[nn.Parameter, torch.Tensor | None] = {}  # while ranks join
+
+    def watch_model(self, model: nn.Module) -> None:
+        """Average the gradients of `model` after passes that the library does not run, too."""
+        is_ddp = isinstance(model, DistributedDataParallel)
+        if get_world_size() > 1 and (is_ddp or not averages_gradients_itself(model)):
+            self.watch.add(model)
+
+    @contextlib.contextmanager
+    def with_sync(self, model: nn.Module, *, enabled: bool) -> Generator[None]:
+        """In this block, average the gradients of `model` after a backward pass, or do not."""
+        before = self.unsynced
+        others = [other for other in before if other is not model]
+        self.unsynced = others if enabled else [*others, model]
+        try:
+            with gradient_sync(model, enabled):
+                yield
+        finally:
+            self.unsynced = before
+
+    def _average_plain(self, models: Sequence[nn.Module]) -> None:
+        """Average after a script's own backward pass, unless a window holds its gradients."""
+        waiting = [m for w in self._entered if w.inside and not w.averages for m in w.models]
+        self.average_outside([m for m in models if m not in waiting])
+
+    def average_outside(self, models: Sequence[nn.Module]) -> None:
+        """Average gradients that a backward pass outside of windows left in `models`. Collective.
+
+        Those in a block of `no_sync` wait. The buffers of the others are main's afterwards, except
+        where ranks without batches join.
+        """
+        models = [m for m in models if m not in self.unsynced]
+        if get_world_size() == 1 or not models:
+            return
+        if self.announce is None:
+            for model in models:
+                if any(True for _ in model.buffers()):
+                    broadcast_buffers(model)
+            self.average(models)
+            return
+        own = dict.fromkeys(p for m in models for p in m.parameters())
+        numbers = [i for i, known in enumerate(self._models) if known in models]
+        uncleared = any(p.grad is not None and p.grad is self._averaged.get(p) for p in own)
+        self.announce("gradients", (numbers, uncleared))
+        average_gradients(own)
+        self._averaged.update((p, p.grad) for p in own)
+
+    def average(self, models: Sequence[nn.Module], skip: Collection[nn.Module] = ()) -> None:
+        """Average the gradients of `models` that no wrapper averages, but for `skip`. Collective.
+
+        Of DDP, these are what it has missed on any rank; while ranks join, it averages nothing.
+        """
+        if get_world_size() == 1:
+            return
+        joining = self.announce is not None
+        skipped = {p for model in skip for p in model.parameters()}
+        chosen = [m for m in models if joining or not averages_gradients_itself(m)]
+        own = dict.fromkeys(p for m in chosen for p in m.parameters())
+        average_gradients(p for p in own if p not in skipped)
+        if joining:
+            return
+        wrapped = [m for m in models if isinstance(m, DistributedDataParallel) and m not in skip]
+        missed = [self.watch.misses(m) for m in wrapped]
+        if missed and any_rank(any(missed), name="gradients outside of DDP"):
+            average_gradients(dict.fromkeys(p for m in wrapped for p in m.parameters()))
+
+    def end_join(self) -> None:
+        """Return to ranks with equally many micro-batches."""
+        self.announce, self.first_active = None, 0
+        self._averaged.clear()
+
+    def clear(self) -> None:
+        """Forget all models."""
+        self._averaged.clear()
+        self.watch.clear()
 
 
 class AccumulationWindow:
@@ -383,6 +398,7 @@ class AccumulationWindow:
         self.inside: bool = False  #: the current code is in its block
         self.norm: torch.Tensor | None = None  #: of the last clipped gradients
         self._accumulator = accumulator
+        self._averager = averager_of(accumulator)
         self._serial = 0  # of the latest batch that it has seen
         self._driver: Cursor | None = None  # the loader whose last batch closes it
         self._chunked = False  # one batch makes several micro-batches
@@ -401,7 +417,8 @@ class AccumulationWindow:
         self.stepped: bool = False  #: an optimizer has stepped with it
         self._items = 0.0  # of this rank; without weights, its micro-batches
         self._weighted: bool | None = None
-        self._current: float | None = None  # items of the current micro-batch
+        #: items of the current micro-batch; None before its loss
+        self.current: float | None = None
         self._ends_loader = False  # it is the last one of its loader
         self._factor: float | None = None  # the sums were scaled by it
 
@@ -439,7 +456,7 @@ class AccumulationWindow:
     def __enter__(self) -> None:
         if self.inside:
             raise RuntimeError("accumulate() is inside of itself; a block is one micro-batch")
-        announce = self._accumulator._announce
+        announce = self._averager.announce
         at_end = self._at_end()
         if announce is not None:
             check_joinable(self._wrapped)
@@ -459,30 +476,25 @@ class AccumulationWindow:
         if self._wrapped:
             self._unsynced.close()
         if kind is None:
-            if self._accumulator._announce is not None:
-                self._accumulator._announce("leave", None)
+            if self._averager.announce is not None:
+                self._averager.announce("leave", None)
             self.end_micro_batch()
 
     def begin_micro_batch(self, *, at_end: bool) -> None:
         """Count a micro-batch, the last one of its loader or not; after a step, the first one."""
         if self.sync or not self.count:
-            self._accumulator._update_scaler(besides=self)
+            _update_scaler(self._accumulator, besides=self)
             self._reset()
         self.count += 1
-        self._current = None
+        self.current = None
         self._ends_loader = at_end
         self.sync = at_end or self.count >= self._accumulator.steps
-
-    @property
-    def has_pass(self) -> bool:
-        """Whether the current micro-batch has had a loss, or was skipped."""
-        return self._current is not None
 
     def skip(self) -> None:
         """Leave the current micro-batch out of the window, as all ranks do. Collective."""
         self.count -= 1
         self.sync = False
-        self._current = 0.0
+        self.current = 0.0
         if self._ends_loader:
             self.close()
 
@@ -490,7 +502,7 @@ class AccumulationWindow:
         """Make buffers equal on all ranks if the micro-batch was the last of its window."""
         if self.sync:
             for model in self._buffered:
-                broadcast_buffers(model, self._accumulator._first_active)
+                broadcast_buffers(model, self._averager.first_active)
 
     def _at_end(self) -> bool:
         """Return whether the current micro-batch is the last of its loader."""
@@ -524,12 +536,12 @@ class AccumulationWindow:
         if self._weighted not in (None, weight is not None):
             what = "some losses of the window are sums, given with weight=n, and others are means"
             raise ValueError(f"{what}; use one form in all of its micro-batches")
-        if self._current is None:
+        if self.current is None:
             self._items += items
-        elif self._current != items:
+        elif self.current != items:
             what = "the backward passes of one micro-batch have different weights"
             raise ValueError(f"{what}; add their losses, or use one Accumulator for each")
-        self._weighted, self._current = weight is not None, items
+        self._weighted, self.current = weight is not None, items
         self.passes += 1
 
     def close_factor(self) -> float:
@@ -537,16 +549,15 @@ class AccumulationWindow:
 
         Collective if weighted.
         """
-        if self._factor is None:
-            if self._weighted:
-                factor = _mean_factor(all_reduce(self._items, name="weights"))
-            else:
-                divides = self._accumulator.divide_by_steps
-                factor = 1.0 / (self._accumulator.steps if divides else self.count)
-            self._factor = factor
-            if self.count > 1:
-                self._scale(factor)
-            return factor
+        if self._factor is not None:
+            return self._factor
+        if self._weighted:
+            self._factor = _mean_factor(all_reduce(self._items, name="weights"))
+        else:
+            divides = self._accumulator.divide_by_steps
+            self._factor = 1.0 / (self._accumulator.steps if divides else self.count)
+        if self.count > 1:
+            self._scale(self._factor)
         return self._factor
 
     def _scale(self, factor: float) -> None:
@@ -554,19 +565,7 @@ class AccumulationWindow:
             return  # each loss has been divided
         there = [p.grad for p in self.parameters if p.grad is not None] if self.passes else []
         if there:
-            torch._foreach_mul_(there, factor)  # pyright: ignore[reportPrivateImportUsage]
-
-    def average(self, skip: Collection[nn.Module] = ()) -> None:
-        """Average gradients over the ranks, but for those that a wrapper averages. Collective."""
-        if get_world_size() == 1:
-            return
-        joining = self._accumulator._announce is not None
-        skipped = {p for model in skip for p in model.parameters()}
-        models = [m for m in self.models if joining or m not in self._wrapped]
-        own = dict.fromkeys(p for m in models for p in m.parameters())
-        average_gradients(p for p in own if p not in skipped)
-        if not joining:
-            self._accumulator._complete(m for m in self._wrapped if m not in skip)
+            torch._foreach_mul_(there, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def close(self) -> bool:
         """Close the window early on all ranks: scale and average its gradients. Collective.
@@ -592,6 +591,19 @@ class AccumulationWindow:
         """Return whether gradients wait for a step, other than that of the period `stepped`."""
         is_new = self.passes > 0 and self.period is not stepped
         return is_new and (not self.sync or self.count > 1)
+
+
+def averager_of(accumulator: Accumulator) -> Averager:
+    """Return what users of `accumulator` do not see."""
+    return accumulator._averager  # pyright: ignore[reportPrivateUsage]
+
+
+def _update_scaler(accumulator: Accumulator, besides: AccumulationWindow | None = None) -> None:
+    """Update the loss scaler, unless other windows hold gradients of the present scale."""
+    if accumulator.precision.scaler is None:
+        return  # at once: every micro-batch comes here
+    if not any(w.is_half_full for w in accumulator.entered if w is not besides):
+        accumulator.precision.update_scaler()
 
 
 def _checked(weight: float) -> float:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from syncprims import all_gather, get_world_size
 from syncprims._data import replicas
 
-from .accumulation import AccumulationWindow, Accumulator, parameters_of
+from .accumulation import AccumulationWindow, Accumulator, averager_of, parameters_of
 
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # pyright: ignore[reportPrivateUsage]
 
@@ -154,7 +154,7 @@ class PreparedOptimizer(Optimizer):
         make buffers equal.
         """
         accumulator, step = self._accumulator, self.steps_taken + self.steps_skipped
-        joining = accumulator._announce is not None  # pyright: ignore[reportPrivateUsage]
+        joining = averager_of(accumulator).announce is not None
         if step % (accumulator.check_replicas or 1) == 0 and not joining:
             inside = window is not None and window.inside
             _compare_replicas(accumulator.models, self.optimizer, step, buffers=not inside)

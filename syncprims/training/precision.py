@@ -109,13 +109,7 @@ class Precision:
             self.scaler.load_state_dict(state)
             # Steps since its last update are not those of the saved job.
             self._stepped.clear()
-            self._forget_gradients()
-
-    def _forget_gradients(self) -> None:
-        """Forget which optimizers have unscaled gradients: others take their place."""
-        self.update_scaler()
-        if self.scaler is not None:
-            self.scaler._per_optimizer_states.clear()  # pyright: ignore[reportPrivateUsage]
+            forget_gradients(self)
 
     def _check_state(self, state: dict[str, Any]) -> None:
         if bool(state) != (self.scaler is not None):
@@ -123,6 +117,13 @@ class Precision:
             raise ConfigurationError(f"{saved}: resume with the same mixed_precision")
         for key in self.scaler.state_dict() if self.scaler is not None else ():
             float(state[key])
+
+
+def forget_gradients(precision: Precision) -> None:
+    """Forget which optimizers have unscaled gradients: others take their place."""
+    precision.update_scaler()
+    if precision.scaler is not None:
+        precision.scaler._per_optimizer_states.clear()  # pyright: ignore[reportPrivateUsage]
 
 
 class _AutocastForward:

@@ -21,7 +21,7 @@ from syncprims import current, get_local_rank, get_world_size
 from syncprims._data.arrays import own_device
 from syncprims._world.runtime import get_world
 
-from .accumulation import Accumulator
+from .accumulation import Accumulator, averager_of
 from .data.loader import PreparedLoader, prepare_data_loader
 from .gradient_sync import (
     WrappedModel,
@@ -133,7 +133,7 @@ class Preparation:
         if get_world_size() > 1 and (is_ddp or not hasattr(model, "no_sync")):
             object.__setattr__(model, "no_sync", _NoSync(self.accumulator, model))
         self.accumulator.models.append(model)
-        self.accumulator._watch_model(model)  # pyright: ignore[reportPrivateUsage]
+        averager_of(self.accumulator).watch_model(model)
         return model
 
     def loader(self, loader: DataLoader[Any]) -> PreparedLoader[Any]:

@@ -1,7 +1,5 @@
 """Unequal numbers of batches: ranks without one join the others' collectives with zeros."""
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import contextlib
@@ -13,7 +11,8 @@ from torch import nn
 
 from syncprims import all_gather, broadcast, get_rank, get_world_size
 
-from .accumulation import AccumulationWindow, Accumulator, check_joinable, parameters_of
+from . import accumulation
+from .accumulation import AccumulationWindow, Accumulator, averager_of, parameters_of
 from .gradient_sync import (
     average_gradients,
     averages_gradients_itself,
@@ -39,13 +38,16 @@ def join_uneven_inputs(accumulator: Accumulator) -> Generator[None]:
         yield
         return
     join = _Join(accumulator)
-    accumulator._announce = join.announce
+    averager = averager_of(accumulator)
+    averager.announce = join.announce
     with contextlib.ExitStack() as stack:
         for model in filter(averages_gradients_itself, accumulator.models):
             stack.enter_context(gradient_sync(model, False))
-            check = model.register_forward_pre_hook(lambda model, _: check_joinable([model]))
+            check = model.register_forward_pre_hook(
+                lambda model, _: accumulation.check_joinable([model])
+            )
             stack.callback(check.remove)
-        stack.callback(join.end)
+        stack.callback(averager.end_join)
         yield
         join.follow()
     join.take_over()
@@ -55,7 +57,7 @@ class _Join:
     """The facts that ranks exchange at each event of a micro-batch."""
 
     def __init__(self, accumulator: Accumulator) -> None:
-        self._accumulator = accumulator
+        self._accumulator, self._averager = accumulator, averager_of(accumulator)
         self._active = list(range(get_world_size()))
         self._event = ""
 
@@ -70,7 +72,7 @@ class _Join:
         if len(events) > 1:
             raise RuntimeError(f"ranks with batches make different calls: {sorted(events)}")
         if active:
-            self._active, self._accumulator._first_active = active, active[0]
+            self._active, self._averager.first_active = active, active[0]
             self._event = events.pop()
         return [sent[rank][1] for rank in active]
 
@@ -89,14 +91,14 @@ class _Join:
                 if window.sync:
                     window.close_factor()
                 if window.averages:
-                    window.average()
+                    self._averager.average(window.models)
             elif window is not None:
                 window.end_micro_batch()
 
     def _enter(self, models: list[nn.Module]) -> AccumulationWindow:
         """Return the window in which the other ranks begin a micro-batch."""
         window = self._accumulator.accumulate(*models)
-        check_joinable(window.models)
+        accumulation.check_joinable(window.models)
         if window.sync or not window.count:
             for p in window.parameters:
                 p.grad = None  # this rank does not step, so no call clears the last step's
@@ -112,11 +114,6 @@ class _Join:
             for p in own:
                 p.grad = None
         average_gradients(own)
-
-    def end(self) -> None:
-        """Return to ranks with equally many micro-batches."""
-        self._accumulator._announce, self._accumulator._first_active = None, 0
-        self._accumulator._averaged.clear()
 
     def take_over(self) -> None:
         """Copy the state of a rank that trained last to all ranks. Collective."""
