@@ -1,14 +1,11 @@
 """Prepared loaders: each rank its own batches, in an order that can be resumed, on its device."""
 
-# A loader and its iterations are one mechanism in two classes.
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import copy
 import operator
 import weakref
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, TypeVar, cast
@@ -106,9 +103,8 @@ class PreparedLoader(DataLoader[T]):
         self.loader = loader
         self.device = device
         self._plan = plan
-        self._progress = _Progress(seed)
+        self._progress = _Progress(seed, loaders)
         self._skip = 0  # of every iteration: a view of :func:`skip_first_batches`
-        self._loaders = loaders
         self._non_blocking = non_blocking
         self._generator = generator  # of torch's own order, which all ranks take from rank 0
         self._skip_finished = skip_finished
@@ -245,7 +241,17 @@ class PreparedLoader(DataLoader[T]):
             running.resharded, progress.current = True, running
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
-        return _Iteration(self)
+        return _Iteration(self, self._progress, self._deal)
+
+    def _deal(self, cursor: Cursor, epoch: int, start: int) -> Iterator[tuple[Any, int]]:
+        """Yield this rank's batches after `start` items, on its device, and the positions after."""
+        device, options = self.device, {"non_blocking": self._non_blocking}
+        if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
+            device = None  # batches cannot be anywhere else
+        is_sent = self._plan.dispatch or self._shard is None
+        deal, skip = self._sent if is_sent else self._read, 0 if start else self._skip
+        for batch, end in deal(cursor, epoch, start, skip):
+            yield batch if device is None else to_device(batch, device, **options), end
 
     def _read(self, cursor: Cursor, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, int]]:
         """Yield the batches that this rank reads itself, and the positions after them.
@@ -328,6 +334,10 @@ def _iterates_as_torch(loader: DataLoader[Any]) -> bool:
     return all(getattr(type(loader), name) is getattr(DataLoader, name) for name in names)
 
 
+#: ``deal(cursor, epoch, start)`` yields batches, and the positions after them.
+_Deal = Callable[[Cursor, int, int], Iterator[tuple[Any, int]]]
+
+
 class _Iteration(Iterator[Any]):
     """One epoch of a prepared loader.
 
@@ -335,30 +345,26 @@ class _Iteration(Iterator[Any]):
     did not come. After a reshard it goes on with the new batches of this rank.
     """
 
-    def __init__(self, loader: PreparedLoader[Any]) -> None:
-        self._loader = loader
+    def __init__(self, loader: PreparedLoader[Any], progress: _Progress, deal: _Deal) -> None:
+        self._loader, self._progress, self._deal = loader, progress, deal
         self._cursor: Cursor | None = None  # before the first batch
         self._dealt: Iterator[tuple[Any, int]] | None = None  # to be begun at the position
         self._over = False
         self._epoch = self._position = 0  # the position after the latest batch
-        device = loader.device
-        on_cpu = device is not None and device.type == "cpu"
-        # Without an accelerator, batches cannot be anywhere else.
-        self._device = None if on_cpu and not torch.accelerator.is_available() else device
-        if loader._progress.resume:
+        if progress.resume:
             # It ends its epoch even if it is left without a batch: a loader beside it in a `zip`
             # may have had its last one.
             self._begin()
 
     def _begin(self) -> Cursor:
-        loader, progress = self._loader, self._loader._progress
-        progress.current = self._cursor = cursor = Cursor(loader)
-        loader._loaders.open.append(cursor)
+        progress = self._progress
+        progress.current = self._cursor = cursor = Cursor(self._loader)
+        progress.loaders.open.append(cursor)
         self._epoch, self._position = progress.epoch, progress.begin()
         return cursor
 
     def __next__(self) -> Any:
-        loader, progress = self._loader, self._loader._progress
+        progress = self._progress
         cursor = self._begin() if self._cursor is None else self._cursor
         if cursor.resharded and not self._over:
             self._dealt = None
@@ -372,13 +378,8 @@ class _Iteration(Iterator[Any]):
             progress.unfinished = self._epoch, self._position
         try:
             if self._dealt is None:
-                is_sent = loader._plan.dispatch or loader._shard is None
-                deal = loader._sent if is_sent else loader._read
-                skip = 0 if self._position else loader._skip
-                self._dealt = deal(cursor, self._epoch, self._position, skip)
+                self._dealt = self._deal(cursor, self._epoch, self._position)
             batch, end = next(self._dealt, _NO_BATCH)
-            if self._device is not None:
-                batch = to_device(batch, self._device, non_blocking=loader._non_blocking)
         except BaseException:
             self._dealt = None
             if progress.seed is None:  # torch's own order cannot be begun again in the middle
@@ -390,16 +391,16 @@ class _Iteration(Iterator[Any]):
         self._position = end
         if progress.current is cursor:
             progress.samples, progress.at_end = end, cursor.at_end
-        loader._loaders.advance(cursor)
+        progress.loaders.advance(cursor)
         return batch
 
     def _end(self, *, finished: bool) -> None:
         """End the epoch, which is finished, or was left by ``break`` or an exception."""
-        cursor, progress = self._cursor, self._loader._progress
+        cursor, progress = self._cursor, self._progress
         self._over, self._dealt = True, None
         if cursor is None:
             return
-        self._loader._loaders.leave(cursor)
+        progress.loaders.leave(cursor)
         # Where the order is torch's own, an epoch that was left has not been one, as there.
         ended = finished or progress.seed is not None
         if ended and progress.current is cursor and not cursor.resharded:
@@ -420,6 +421,7 @@ class _Progress:
     """The position in the order, which a loader shares with its views without first batches."""
 
     seed: int | None  #: None: the order is that of torch's own generators
+    loaders: OpenLoaders
     epoch: int = 0
     samples: int = 0  #: taken by all ranks together in this epoch
     at_end: bool = False  #: the latest batch is the epoch's last
@@ -597,5 +599,5 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     if not isinstance(loader, PreparedLoader):
         return _Skipped(loader, num_batches)
     view = copy.copy(loader)
-    view._skip += num_batches
+    view._skip += num_batches  # pyright: ignore[reportPrivateUsage]
     return view
