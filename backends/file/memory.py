@@ -318,19 +318,18 @@ def _claim(name: str, value: str) -> bytes:
 # -- the window -------------------------------------------------------------------------------
 
 
-class Fence:
-    """A memory barrier."""
+def make_fence() -> Callable[[], object]:
+    """Return a memory barrier: it orders the loads and stores before a call before those after."""
+    # This lock is always held. To release and acquire it is a full fence, on weakly ordered
+    # processors too (a release, then an acquire; either alone would let stores pass).
+    lock = threading.Lock()
+    lock.acquire()
 
-    def __init__(self) -> None:
-        # This lock is always held. To release and acquire it is a full fence, on weakly ordered
-        # processors too (a release, then an acquire; either alone would let stores pass).
-        self._lock = threading.Lock()
-        self._lock.acquire()
+    def fence() -> None:
+        lock.release()
+        lock.acquire()
 
-    def __call__(self) -> None:
-        """Order the loads and stores before this call before those after it."""
-        self._lock.release()
-        self._lock.acquire()
+    return fence
 
 
 def make_window_fence() -> Callable[[], object]:
@@ -339,7 +338,7 @@ def make_window_fence() -> Callable[[], object]:
     On x86 there is nothing to do: another processor sees stores in their order, and neither loads
     nor stores pass an older load.
     """
-    return int if os.uname().machine in ("x86_64", "i686") else Fence()
+    return int if os.uname().machine in ("x86_64", "i686") else make_fence()
 
 
 def open_window(directory: PrivateDirectory, name: str, count: int) -> Window:

@@ -23,7 +23,7 @@ from ..file.backend import FileBackend
 from ..file.board import FIRST_NAP, LONGEST_NAP, NAPS, SharedMemoryBoard
 from ..file.description import HostReport
 from ..file.liveness import Liveness
-from ..file.memory import Fence
+from ..file.memory import make_fence
 from .decisions import COMPLETE, END, VERDICT, Decisions, MemberEnd, Store, decode_notes, read_key
 from .engines import GlooEngine
 from .host_state import ELSEWHERE, Heartbeat, HostState
@@ -104,7 +104,7 @@ class TwoLevelBoard(Board):
         self._ended: dict[int, MemberEnd] = {}
         self._verdict: bytes | None = None
         self._wait = WaitView(0)
-        self._fence = Fence()
+        self._fence = make_fence()
         placement = connection.placement
         self.engine = GlooEngine(
             connection.endpoint,

@@ -177,8 +177,7 @@ def on_rank(n: int, *, default: object = None, share: bool = False, name: str | 
     :raises TypeError: if `n` is not a whole number.
     """
     n = whole_number(n, "on_rank takes a rank, a whole number")
-    choice = _Choice("on_rank", False, n, name)
-    return functools.partial(_decorate, choice=choice, default=default, share=share)
+    return _decorate(None, _Choice("on_rank", False, n, name), default=default, share=share)
 
 
 @_typed_on_number
@@ -194,8 +193,7 @@ def on_local_rank(
     :raises TypeError: if `n` is not a whole number.
     """
     n = whole_number(n, "on_local_rank takes a rank, a whole number")
-    choice = _Choice("on_local_rank", True, n, name)
-    return functools.partial(_decorate, choice=choice, default=default, share=share)
+    return _decorate(None, _Choice("on_local_rank", True, n, name), default=default, share=share)
 
 
 def _decorate(fn: Fn | None, choice: _Choice, *, default: object, share: bool) -> Any:

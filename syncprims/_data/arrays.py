@@ -69,11 +69,6 @@ def is_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def is_number(value: object) -> bool:
-    """Return whether `value` is a number, of Python's or of numpy's."""
-    return isinstance(value, int | float | complex) or is_scalar(value)
-
-
 # -- devices -------------------------------------------------------------------------------------
 
 

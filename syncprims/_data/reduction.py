@@ -76,7 +76,7 @@ def check_value(value: object, op: str, where: str = "value") -> None:
         _check_array(value, where)
     elif arrays.is_tensor(value):
         _check_tensor(value, op, where)
-    elif not arrays.is_number(value):
+    elif not (isinstance(value, int | float | complex) or arrays.is_scalar(value)):
         raise TypeError(
             f"{where} is a {type(value).__name__}; all_reduce takes numbers, numpy arrays, torch "
             f"tensors, and dicts, lists or tuples of them"

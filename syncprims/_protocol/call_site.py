@@ -66,10 +66,6 @@ def users_frames(between: tuple[str, ...], until: str) -> list[FrameType]:
     return []
 
 
-def _describe(frame: FrameType) -> str:
-    return describe_line(frame.f_code.co_filename, frame.f_lineno)
-
-
 def describe_line(path: str, number: int) -> str:
     """Return ``file:line``; the path is relative if the file is below this directory."""
     try:
@@ -89,7 +85,8 @@ def describe_call() -> str:
         frame = frame.f_back
     name = call.f_locals.get("name")
     kind = call.f_code.co_qualname.partition(".<locals>")[0]
-    return str(Label(kind, name if isinstance(name, str) else None, site=_describe(frame)))
+    site = describe_line(code.co_filename, frame.f_lineno)
+    return str(Label(kind, name if isinstance(name, str) else None, site=site))
 
 
 @functools.lru_cache(_MOST_NOTES)
@@ -151,7 +148,8 @@ class NoteCache:
                 check_name(name)
             if len(self._notes) > _MOST_NOTES:  # names made from a counter must not fill memory
                 self._notes.clear()
-            notes = notes_of(kind, name, src, op, _describe(frame))
+            site = describe_line(code.co_filename, frame.f_lineno)
+            notes = notes_of(kind, name, src, op, site)
             # The code object is kept, so that no other one gets its id.
             cached = self._notes[key] = (*notes, code)
         return cached

@@ -56,7 +56,7 @@ class MainFirst:
         rounds = self._rounds
         self._label = rounds.note("main_first", self._name).label
         self._among_first, self._kept = None, []
-        note, outer, members = Note(self._label), _waited_for_by(rounds), set(rounds.members)
+        note, outer, members = Note(self._label), waited_for_by(rounds), set(rounds.members)
         if outer is not None and outer._first_of_parts and members > set(outer.members):
             self._among_first = outer._first_of_parts(members)
         if self._leads:
@@ -72,7 +72,7 @@ class MainFirst:
         if not self._leads or label is None:
             return
         _leading.set(tuple(block for block in _leading.get() if block is not self))
-        outer = _waited_for_by(rounds)
+        outer = waited_for_by(rounds)
         if error is not None:
             if among_first is not None:
                 among_first.fail(label, error)
@@ -92,7 +92,7 @@ class MainFirst:
     @staticmethod
     def _post_or_keep(rounds: Rounds, note: Note, timeout: float) -> None:
         """Meet the others, or leave that to the block that they wait in."""
-        if (outer := _waited_for_by(rounds)) is not None:
+        if (outer := waited_for_by(rounds)) is not None:
             outer._kept.append((rounds, note, timeout))
             return
         try:
@@ -107,17 +107,12 @@ class MainFirst:
 _leading: ContextVar[tuple[MainFirst, ...]] = ContextVar("syncprims_main_first", default=())
 
 
-def _waited_for_by(rounds: Rounds) -> MainFirst | None:
+def waited_for_by(rounds: Rounds) -> MainFirst | None:
     """Return the innermost block that other members of these rounds wait in for this rank."""
     for block in reversed(_leading.get()):
         if set(block.members).intersection(rounds.members) - {rounds.rank}:
             return block
     return None
-
-
-def is_waited_for(rounds: Rounds) -> bool:
-    """Return whether members of these rounds wait for this rank in a block that it leads."""
-    return _waited_for_by(rounds) is not None
 
 
 class InTurn:

@@ -34,7 +34,7 @@ from .nodes import (
     without_nodes,
 )
 from .registry import load_offered
-from .sequential import MainFirst, is_waited_for
+from .sequential import MainFirst, waited_for_by
 
 #: Seconds after which a wait ends where the backend cannot distinguish a dead rank from a slow one.
 BLIND_TIMEOUT = 1800.0
@@ -416,7 +416,7 @@ class RunningWorld(World):
         key = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - pathlib is slow to import
         if key not in self._file_systems:
             rounds = self.rounds
-            if is_waited_for(rounds):
+            if waited_for_by(rounds) is not None:
                 raise ConfigurationError(
                     f"main_first(at={key!r}): all ranks find out together which hosts share it, "
                     f"and the others wait in another main_first(); enter one with this path before "

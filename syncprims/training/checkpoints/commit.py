@@ -26,7 +26,7 @@ from . import filesystem
 from .coordination import check_equal, cleanup_on_error, coordinate, meet
 from .integrity import digest, dump
 from .safetensors_file import byte_size, content_digest
-from .stateful import full_tensor, is_dtensor
+from .stateful import is_dtensor
 
 T = TypeVar("T")
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -284,7 +284,7 @@ class Save:
             writes = writer == self.number and failure is None
             gathered: Tensors = {}
             for key, tensor in tensors.items():
-                full = full_tensor(tensor)
+                full = tensor.full_tensor() if is_dtensor(tensor) else tensor
                 if writes:  # what others write is not kept
                     gathered[key] = full
             try:

@@ -391,11 +391,6 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with all its shards. Collective for a DTensor."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
-
-
 def distribute(full: torch.Tensor, target: DTensor) -> DTensor:
     """Return a tensor distributed like `target`. Every rank has `full`: nothing is sent.
 

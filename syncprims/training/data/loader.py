@@ -530,8 +530,7 @@ def _common_generator(loader: DataLoader[Any]) -> torch.Generator | None:
     for one in samplers(shard.batch_sampler):
         if hasattr(one, "generator"):
             if one.generator is None:
-                drawn = int(torch.empty((), dtype=torch.int64).random_().item())
-                one.generator = torch.Generator().manual_seed(drawn)
+                one.generator = torch.Generator().manual_seed(draw_seed(None))
             return one.generator  # type: ignore[no-any-return]
     return None
 
