@@ -91,13 +91,13 @@ class Place(NamedTuple):
         if filesystem.exists(path):
             filesystem.make_directory(path)  # a link to nothing is an error now, and no wait
             # Empty or not, it stays: it may be a mount, or have access rights of its own.
-            stack.callback(filesystem.DirectoryLock(path).release)
+            stack.callback(filesystem.DirectoryLock(path).close)
             return cls(path, path, filesystem.names(path), token)
         new = cls(path, f"{parent}/{temporary(name, token)}", [], token)
         with contextlib.ExitStack() as lock:
             try:
                 filesystem.make_directory(new.folder)
-                lock.callback(filesystem.DirectoryLock(new.folder).release)
+                lock.callback(filesystem.DirectoryLock(new.folder).close)
                 for entry in filesystem.names(parent):
                     if final_name(entry) == name and f"{parent}/{entry}" != new.folder:
                         remove_unlocked(f"{parent}/{entry}")  # a killed save left it
@@ -121,13 +121,10 @@ def remove_unlocked(folder: str, away: str | None = None) -> None:
     :raises BlockingIOError: if another program saves there.
     """
     if filesystem.is_directory(folder):
-        lock = filesystem.DirectoryLock(folder)
-        try:
+        with contextlib.closing(filesystem.DirectoryLock(folder)):
             if away is not None:
                 filesystem.rename(folder, away)
             filesystem.remove_or_log(away or folder, filesystem.remove_directory)
-        finally:
-            lock.release()
 
 
 def split_by_size(tensors: Tensors, most: int) -> list[Tensors]:

@@ -41,13 +41,20 @@ def _naming(path: str) -> Generator[None]:
         raise
 
 
-def _close(fd: int) -> None:
-    if fd >= 0:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+class _Opened:
+    """Something that is open."""
+
+    _fd = -1  # its descriptor; none: it is closed
+
+    def close(self) -> None:
+        """Close it, if it is open. What was written is not synced."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
-class NewFile:
+class NewFile(_Opened):
     """A new file, open for writing. The umask decides its mode. `torch.save` can write to it.
 
     :raises OSError: if there is already something of that name.
@@ -102,11 +109,6 @@ class NewFile:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
-    def close(self) -> None:
-        """Close the file if it is still open. The content is not synced."""
-        fd, self._fd = self._fd, -1
-        _close(fd)
-
 
 def write_small(path: str, data: bytes) -> None:
     """Write a new file `path` with this content, and sync it."""
@@ -128,7 +130,7 @@ def _read_some(fd: int, buffer: memoryview, offset: int) -> int:
     return len(data)
 
 
-class ExistingFile:
+class ExistingFile(_Opened):
     """A regular file, open for reading. It stays the same file if its name is replaced.
 
     It is read and not memory-mapped: a disk error is then an exception, not a signal.
@@ -176,11 +178,6 @@ class ExistingFile:
             found = os.fstat(self._fd)
             if (found.st_size, found.st_mtime_ns) != (self.size, self._modified):
                 raise OSError(errno.ESTALE, "the file was changed while it was read")
-
-    def close(self) -> None:
-        """Close the file. A second call does nothing."""
-        fd, self._fd = self._fd, -1
-        _close(fd)
 
 
 def read_small(path: str, *, follow: bool = False) -> bytes:
@@ -320,7 +317,7 @@ def sync_directory(path: str) -> None:
             os.close(fd)
 
 
-class DirectoryLock:
+class DirectoryLock(_Opened):
     """A lock on a directory: at most one program has it. The kernel releases it when that dies.
 
     It adds no file. Where the file system has no locks, and on Windows, every program gets it.
@@ -330,7 +327,6 @@ class DirectoryLock:
     """
 
     def __init__(self, path: str) -> None:
-        self._fd = -1
         if _WINDOWS:
             return
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -346,15 +342,14 @@ class DirectoryLock:
             if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
                 raise FileNotFoundError(errno.ENOENT, "replaced by another program", path)
         except BaseException:
-            self.release()
+            self.close()
             raise
 
-    def release(self) -> None:
-        """Release the lock. A second call does nothing."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            unlock(fd)
-        _close(fd)
+    def close(self) -> None:
+        """Release the lock, if it is held."""
+        if self._fd >= 0:
+            unlock(self._fd)
+        super().close()
 
 
 def rename(source: str, target: str) -> None:
