@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from functools import partial
 from typing import Any
 
 from . import Value
@@ -14,41 +15,34 @@ from .arrays import has_devices, is_on_device, own_device
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._replaced: dict[int, Any] = {}  # by identity: kept, so that no other object has it
-
-    def persistent_id(self, obj: Value) -> Any:
-        """Return what replaces a tensor on a device; None for anything else."""
+    def reducer_override(self, obj: Value) -> Any:
+        """Return how a tensor on a device is made again; of anything else, pickle knows it."""
         if not is_on_device(obj):
-            return None
+            return NotImplemented
         import torch
 
-        number = id(obj)
-        if number in self._replaced:  # tied weights stay one tensor
-            return number
-        self._replaced[number] = obj
         is_parameter = isinstance(obj, torch.nn.Parameter)
-        return number, obj.device.type, obj.detach().cpu(), is_parameter, obj.requires_grad
+        return _place, (obj.device.type, obj.detach().cpu(), is_parameter, obj.requires_grad)
 
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, local_rank: int) -> None:
         super().__init__(file)
         self._local_rank = local_rank
-        self._made: dict[int, Any] = {}  # by the sender's identity
 
-    def persistent_load(self, pid: Any) -> Any:
-        import torch
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return partial(found, self._local_rank) if found is _place else found
 
-        if isinstance(pid, int):
-            return self._made[pid]
-        number, kind, tensor, is_parameter, requires_grad = pid
-        here = tensor.to(own_device(kind, self._local_rank))
-        if is_parameter:
-            here = torch.nn.Parameter(here, requires_grad)
-        self._made[number] = here.requires_grad_(requires_grad)
-        return self._made[number]
+
+def _place(local_rank: int, kind: str, tensor: Any, is_parameter: bool, requires_grad: bool) -> Any:
+    """Return a tensor on this rank's own device of this kind."""
+    import torch
+
+    here = tensor.to(own_device(kind, local_rank))
+    if is_parameter:
+        return torch.nn.Parameter(here, requires_grad)
+    return here.requires_grad_(requires_grad)
 
 
 def dumps(obj: object) -> bytes:
@@ -56,7 +50,7 @@ def dumps(obj: object) -> bytes:
     if not has_devices():  # then no part of it needs a look
         return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
     file = io.BytesIO()
-    _Pickler(file).dump(obj)
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     return file.getvalue()
 
 
