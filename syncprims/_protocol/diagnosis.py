@@ -152,17 +152,14 @@ class Snapshot:
     def last_seen(self, rank: int) -> str:
         """Return where a member was seen last, as messages show it."""
         status = self._seen[rank]
+        if status.label is None:
+            last = "never joined" if status.state == "unknown" else "has made no call in this group"
+        elif status.label.kind == "init":
+            last = "has made no call since it joined"
+        else:
+            last = f"was last seen at {status.label}"
         doing = f"; {status.detail}" if status.state == "alive" and status.detail else ""
-        return self._last_call(rank, status.label, status.state) + doing
-
-    def _last_call(self, rank: int, label: Label | None, state: str) -> str:
-        if label is not None and label.kind == "init":
-            return f"rank {rank} has made no call since it joined"
-        if label is not None:
-            return f"rank {rank} was last seen at {label}"
-        if state == "unknown":
-            return f"rank {rank} never joined"
-        return f"rank {rank} has made no call in this group"
+        return f"rank {rank} {last}{doing}"
 
     def _failed(self, rank: int, status: Status) -> errors.PeerFailed:
         left = errors.load(status.failure).failures if status.failure else {}
