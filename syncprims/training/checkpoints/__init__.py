@@ -1,3 +1,1 @@
 """Checkpoints: saved atomically, without pickle, resumed bit for bit."""
-
-from __future__ import annotations
