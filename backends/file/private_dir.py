@@ -126,7 +126,7 @@ class PrivateDirectory:
         :raises ConfigurationError: if it is something else, which is then left unchanged.
         """
         path = self.path / name
-        careful = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        careful = flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             fd = os.open(name, careful, 0o600, dir_fd=self.fd)
         except OSError as error:
@@ -145,8 +145,6 @@ class PrivateDirectory:
                     f"{path} has mode {mode:04o}, which lets others in: they could hold its lock, "
                     f"or read what ranks send each other; remove it, or run `chmod 600 {path}`"
                 )
-            if flags & os.O_TRUNC:
-                os.ftruncate(fd, 0)  # only now: before the check it might be another user's
         except BaseException:
             os.close(fd)
             raise
@@ -168,8 +166,8 @@ class PrivateDirectory:
 
     def write(self, name: str, data: bytes) -> None:
         """Make `data` the content of the file `name` inside; checked as by :meth:`open_file`."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        with os.fdopen(self.open_file(name, flags), "wb") as file:
+        with os.fdopen(self.open_file(name, os.O_WRONLY | os.O_CREAT), "wb") as file:
+            file.truncate()  # only now: before the check it might be another user's
             file.write(data)
 
     def replace(self, name: str, data: bytes) -> None:
