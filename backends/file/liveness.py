@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 from typing import Literal
 
 from syncprims import errors
-from syncprims._system.locks import lock, try_lock
+from syncprims._system.locks import is_free, lock, try_lock
 from syncprims._system.processes import ProcessIdentity, ProcessWatch
 from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
 from syncprims.interface import Board, State, Topic
@@ -259,7 +259,9 @@ class Liveness:
     def _has_left(self, process: int) -> bool:
         """Return whether `process` has ended, or runs another program."""
         watch = self._watches.get(process)
-        return (watch is not None and watch.has_ended()) or _is_free(self.directory.fd, process)
+        return (watch is not None and watch.has_ended()) or is_free(
+            _lock_name(process), self.directory.fd
+        )
 
     # -- bytes ----------------------------------------------------------------------------------
 
@@ -317,7 +319,9 @@ def examine_from_outside(
     if before not in (_ALIVE, _FINISHED, _FAILED):
         return None, "unknown", "", b""
     identity = ProcessIdentity(*who)
-    gone = before == _ALIVE and (identity.is_gone(namespace) or _is_free(directory_fd, process))
+    gone = before == _ALIVE and (
+        identity.is_gone(namespace) or is_free(_lock_name(process), directory_fd)
+    )
     after = os.pread(fd, 1, at)[0]  # it may have published its end before it was gone
     if after == _FAILED:
         begin, size = _PLACES["failure"]
@@ -335,21 +339,6 @@ def examine_from_outside(
     if after == _FINISHED:
         return identity, *_end_of(process, status)
     return identity, "lost", describe_exit(status), b""
-
-
-def _is_free(directory_fd: int, process: int) -> bool:
-    """Return whether the lock of a process is free; not if it cannot be seen."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        fd = os.open(_lock_name(process), flags, dir_fd=directory_fd)
-    except OSError:
-        return False
-    try:
-        return try_lock(fd, shared=True)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
 
 
 def joined(directory: PrivateDirectory) -> dict[int, bool]:

@@ -8,8 +8,8 @@ An exclusive lock is filelock's `lock_descriptor`, which also works on Windows. 
 the file itself, by a path that others could replace, and is of no use for a directory, or for a
 file that exists under its name only while it is locked. filelock is loaded by the first exclusive
 lock, since it is slow to import. It has no shared locks, so those are `flock` itself, which is the
-same lock on POSIX. The file backend asks with a shared one whether a rank lives, so that two ranks
-that ask at the same moment do not see each other.
+same lock on POSIX. Whether a process lives is asked with a shared one, so that two that ask at the
+same moment do not see each other.
 """
 
 from __future__ import annotations
@@ -38,6 +38,18 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def is_free(path: str | os.PathLike[str], dir_fd: int | None = None) -> bool:
+    """Return whether no process holds the lock of a file; not if it cannot be seen."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with contextlib.suppress(OSError):
+        fd = os.open(path, flags, dir_fd=dir_fd)
+        try:
+            return try_lock(fd, shared=True)
+        finally:
+            os.close(fd)
+    return False
 
 
 def lock(fd: int, timeout: float = math.inf) -> None:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
-from syncprims._system.locks import try_lock
+from syncprims._system.locks import is_free, try_lock
 from syncprims._system.places import find_weakness, list_common_places
 from syncprims.errors import ConfigurationError
 
@@ -70,18 +70,6 @@ def _remove_dead(*places: Path) -> None:
     for place in places:
         with contextlib.suppress(OSError):
             for path in place.glob(f"{_PREFIX}*/{LOCK}"):
-                if _is_free(path):
-                    shutil.rmtree(path.parent, ignore_errors=True)
-
-
-def _is_free(lock: Path) -> bool:
-    """Return whether `lock` is ours, and no process holds it."""
-    with contextlib.suppress(OSError):
-        if lock.parent.lstat().st_uid != os.geteuid():
-            return False
-        fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            return try_lock(fd)
-        finally:
-            os.close(fd)
-    return False
+                with contextlib.suppress(OSError):  # it is gone
+                    if path.parent.lstat().st_uid == os.geteuid() and is_free(path):
+                        shutil.rmtree(path.parent, ignore_errors=True)
