@@ -7,7 +7,6 @@ it in bytes, since one rank's verdict must read the same on every other rank.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -299,6 +298,8 @@ def name_ranks(members: Sequence[int]) -> str:
 
 def dump(error: SyncError, longest: int = LONGEST_DUMP) -> bytes:
     """Return `error` as at most `longest` bytes; long texts and lists are cut."""
+    import json  # slow to import
+
     for most in (8000, 4000, 2000, 1000, 500, 200, 50):
         facts = error.facts()
         for name in ("missing", "arrived"):
@@ -317,6 +318,8 @@ def dump(error: SyncError, longest: int = LONGEST_DUMP) -> bytes:
 
 def load(data: bytes) -> SyncError:
     """Return the error that :func:`dump` wrote; damaged bytes give an error that says so."""
+    import json
+
     try:
         name, message, facts = json.loads(data)
         facts["missing"] = parse_ranks(facts["missing"])

@@ -20,7 +20,6 @@ it takes part is certain only after a second.
 from __future__ import annotations
 
 import functools
-import json
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -267,6 +266,8 @@ class DeadlockDetector:
         self._publish(statement)
 
     def _publish(self, statement: dict[str, Any]) -> None:
+        import json  # slow to import, and only a long wait needs it
+
         text = json.dumps(statement, ensure_ascii=False) if statement else ""
         data = text.encode(errors="backslashreplace")
         if data != self._published:
@@ -274,6 +275,8 @@ class DeadlockDetector:
             self._backend.publish("waits", data)
 
     def _read(self, rank: int) -> dict[str, Any]:
+        import json
+
         statement = self._backend.published("waits", self._backend.members[rank])
         try:
             return dict(json.loads(statement)) if statement else {}

@@ -28,7 +28,6 @@ from syncprims.interface import UNKNOWN, Backend, Settings, Topology
 from . import launchers
 from .exit_hooks import ExitHooks, reason
 from .group import Group, entered
-from .membership import await_admission, is_joining, join_epoch, reform
 from .nodes import place_on_nodes, without_nodes
 from .registry import choose_backend, find_end_recorder
 from .settings import STOP_NOTE, derive_store, find_misspelt, read_settings
@@ -200,6 +199,8 @@ def get_extras() -> dict[str, Any]:
 
 def reform_world(min_ranks: int, timeout: float | None) -> Change:
     """As :func:`syncprims.reform`."""
+    from .membership import reform
+
     world = get_world()
     change = reform(world, min_ranks, world.timeout if timeout is None else timeout)
     _take_topology(_get_state(), world)
@@ -465,6 +466,8 @@ def _start_once(state: _State, backend: str | None, settings: Settings) -> Runni
         _open_standard_streams()
         _exit_hooks.install(brief=settings.error_file is not None)
     grouped = _get_process_group() is not None
+    from .membership import await_admission, is_joining, join_epoch  # slow to import
+
     choice = choose_backend(
         environ, backend, grouped=grouped, find_topology=lambda: _find_topology(environ)
     )

@@ -10,7 +10,6 @@ import collections
 import contextlib
 import copy
 import functools
-import json
 import math
 import os
 import time
@@ -316,6 +315,8 @@ class RunningWorld(World):
         :raises SyncTimeout: naming the ranks that did not come in time.
         :raises ConfigurationError: on all ranks, if they disagree.
         """
+        import json  # slow to import
+
         top, recorder = self.topology, self._recorder
         mine = {
             "syncprims": version() if top.world_size > 1 else "",  # slow to read, for a rank alone
@@ -575,6 +576,8 @@ def report_to_torchrun(path: str, error: BaseException) -> None:
     # The agent shows the failure with the lowest second. One that only follows gets a later one.
     at = int(time.time()) + (failure.consequence and not failure.handled)
     about = {"py_callstack": failure.traceback, "timestamp": str(at)}
+    import json
+
     text = json.dumps({"message": {"message": failure.headline, "extraInfo": about}})
     with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:  # noqa: PTH123
         file.write(text)
