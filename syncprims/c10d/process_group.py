@@ -277,7 +277,7 @@ class SyncProcessGroup(ProcessGroup):
 
     def _refuse(self, note: Note, why: str) -> NoReturn:
         """Raise that a call of this rank is impossible; the others get a `PeerFailed`."""
-        error = ValueError(f"{note.label}: {why}")
+        error = InvalidCall(f"{note.label}: {why}")
         self._rounds.fail(note.label, error)
         raise error
 
@@ -609,6 +609,10 @@ class SyncProcessGroup(ProcessGroup):
             f"recv() and irecv() without src= receive from any rank, which the c10d backend "
             f"{NAME!r} cannot: name the rank that sends, as src="
         )
+
+
+class InvalidCall(ValueError, RuntimeError):
+    """A call of this rank is impossible; torch's own backends raise a `RuntimeError`."""
 
 
 def _destroyed(name: str, ranks: Sequence[int]) -> SyncError:

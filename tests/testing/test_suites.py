@@ -423,6 +423,7 @@ import os
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -498,6 +499,16 @@ def test_the_other_worker_is_idle(tmp_path):
             pool.apply(dist.barrier)
 
 
+def call_wrongly(rank, url):
+    dist.init_process_group("gloo", url, rank=rank, world_size=2)
+    with pytest.raises(RuntimeError, match="root 5 is not a rank"):
+        dist.broadcast(torch.ones(1), src=5)
+
+
+def test_an_invalid_call(tmp_path):
+    mp.spawn(call_wrongly, (f"file://{tmp_path}/store",), nprocs=2)
+
+
 def test_one_is_left():
     options = dict(min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d",
                    rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1)
@@ -527,10 +538,10 @@ def test_bugs_of_a_suite_are_named(tmp_path: Path) -> None:
     (tmp_path / "test_bugs.py").write_text(BUGS)
     out = run_pytest(tmp_path, "--syncprims-worlds")
     if has_continuous_test():
-        assert "1 failed, 8 passed" in out, out
+        assert "1 failed, 9 passed" in out, out
         assert "rank 0: no call: its launcher" in out, out
     else:
-        assert "8 passed" in out, out
+        assert "9 passed" in out, out
 
 
 IN_THREADS = """
