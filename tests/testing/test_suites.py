@@ -499,6 +499,18 @@ def test_the_other_worker_is_idle(tmp_path):
             pool.apply(dist.barrier)
 
 
+def make_for_both(rank, url):
+    dist.init_process_group("gloo", url, rank=rank, world_size=2)
+    if rank:
+        dist.new_group([0, 1])
+    dist.barrier()
+
+
+def test_one_makes_a_group_of_both(tmp_path):
+    with pytest.raises(mp.ProcessRaisedException, match="rank 1: new_group .test_bugs.py"):
+        mp.spawn(make_for_both, (f"file://{tmp_path}/store",), nprocs=2)
+
+
 def call_wrongly(rank, url):
     dist.init_process_group("gloo", url, rank=rank, world_size=2)
     with pytest.raises(RuntimeError, match="root 5 is not a rank"):
@@ -507,6 +519,17 @@ def call_wrongly(rank, url):
 
 def test_an_invalid_call(tmp_path):
     mp.spawn(call_wrongly, (f"file://{tmp_path}/store",), nprocs=2)
+
+
+def come_alone(rank, url):
+    with pytest.raises(RuntimeError, match="did not come"):
+        dist.init_process_group(
+            "gloo", url, rank=rank, world_size=2, timeout=timedelta(seconds=0.5)
+        )
+
+
+def test_a_rank_never_comes(tmp_path):
+    mp.spawn(come_alone, (f"file://{tmp_path}/store",), nprocs=1)
 
 
 def test_one_is_left():
@@ -538,10 +561,60 @@ def test_bugs_of_a_suite_are_named(tmp_path: Path) -> None:
     (tmp_path / "test_bugs.py").write_text(BUGS)
     out = run_pytest(tmp_path, "--syncprims-worlds")
     if has_continuous_test():
-        assert "1 failed, 9 passed" in out, out
+        assert "1 failed, 11 passed" in out, out
         assert "rank 0: no call: its launcher" in out, out
     else:
-        assert "9 passed" in out, out
+        assert "11 passed" in out, out
+
+
+
+HABITS = """
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+SPAWN = mp.get_context("spawn")
+
+
+def meet_often(rank, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
+    for _ in range(20):
+        dist.init_process_group("gloo")
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def test_groups_one_after_another_have_one_port():
+    with socket.create_server(("localhost", 0)) as server:
+        port = str(server.getsockname()[1])
+    mp.spawn(meet_often, (port,), nprocs=2)
+
+
+def add(rank, url):
+    dist.init_process_group("gloo", url, rank=rank, world_size=2)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 2
+    dist.destroy_process_group()
+
+
+def test_the_process_of_pytest_is_a_rank(tmp_path):
+    other = SPAWN.Process(target=add, args=(1, f"file://{tmp_path}/store"))
+    other.start()
+    add(0, f"file://{tmp_path}/store")
+    other.join()
+    assert other.exitcode == 0
+"""
+
+
+def test_habits_of_suites(tmp_path: Path) -> None:
+    (tmp_path / "test_habits.py").write_text(HABITS)
+    out = run_pytest(tmp_path, "--syncprims-worlds")
+    assert "2 passed" in out, out
+    assert "21 process groups in worlds of processes" in out
 
 
 IN_THREADS = """

@@ -71,14 +71,14 @@ class _WorldStore(dist.Store):  # type: ignore[misc]
     def __init__(self, path: Path, world: RunningWorld, number: int) -> None:
         """Use the file at `path`; `number` distinguishes the keys from those of earlier stores."""
         super().__init__()
-        self._path = path
+        self.path = path
         self._world = world
         self._number = number
 
     @contextlib.contextmanager
     def _values(self) -> Generator[dict[str, bytes]]:
         """Return a context with what the keys have; what it is at the end is written."""
-        with _shared(self._path) as stores:
+        with _shared(self.path) as stores:
             yield stores.setdefault(self._number, {})
 
     @contextlib.contextmanager
@@ -295,12 +295,15 @@ class SameMembers:
             )
 
 
-def meet_makers(call: str, ranks: Sequence[int] | None) -> None:
-    """Return when these ranks, by default all, have come to the `call` that makes a group."""
+def meet_makers(call: str, ranks: Sequence[int] | None, timeout: float | None = None) -> None:
+    """Return when these ranks, by default all, have come to the `call` that makes a group.
+
+    `timeout` is in seconds.
+    """
     world = get_world()
     rounds = world.open_rounds(ranks or range(world.world_size), call, torch_internals.BETWEEN)
     try:
-        rounds.meet(rounds.note(call.partition(" ")[0]))
+        rounds.meet(rounds.note(call.partition(" ")[0]), timeout)
     finally:
         world.close_rounds(rounds, lambda: errors.WorldClosed(call))
 

@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -38,10 +39,13 @@ from syncprims.c10d.torch_internals import (
     before_ddp_forward,
     before_new_group,
     c10d,
+    dist,
+    find_backing_store,
+    make_backend_error,
     replaced,
     replaced_init_barrier,
 )
-from syncprims.errors import PeerFailed, chain_of, describe_exit
+from syncprims.errors import PeerFailed, SyncError, chain_of, describe_exit
 from syncprims.interface import Board
 
 from . import (
@@ -67,6 +71,8 @@ _ELASTIC = "torch.distributed.elastic.multiprocessing.api"
 #: In a queue that these read, the worker of a pool of processes waits for its next task.
 _WORKERS = {"multiprocessing.pool", "torch.testing._internal.common_distributed"}
 _LATER = 0.3  # seconds
+_TO_OPEN = 0.05  # seconds in which a new store listens
+_LONGEST = 300.0  # seconds that ranks await the others at the start
 _LOG = "log"  # a line for each group: why it was left to torch, or nothing
 
 
@@ -91,7 +97,7 @@ class SuiteProcesses(Suites):
 
         def run(process: object, *args: object, **named: object) -> Any:
             if not _kept:
-                _serve(self._folder)
+                _kept.append(_serve(self._folder))
             try:
                 return bootstrap(process, *args, **named)
             finally:
@@ -100,6 +106,16 @@ class SuiteProcesses(Suites):
                     _standard.util._flush_std_streams()
 
         bootstrap = self._replace(_standard.process.BaseProcess, "_bootstrap", run)
+
+        def make(size: int, *args: Any, **named: Any) -> Any:
+            """Serve the process of pytest from the first group that it may share with others."""
+            if not _kept and size > 1 and multiprocessing.active_children():
+                _kept.append(self._undo.enter_context(_serve(self._folder)))
+                self._undo.callback(_kept.clear)
+                return c10d()._new_process_group_helper(size, *args, **named)
+            return of_torch(size, *args, **named)
+
+        of_torch = self._replace(c10d(), "_new_process_group_helper", make)
 
         def launch(popen: object, process: object) -> None:
             import_lazy_modules()  # else each forked process would
@@ -263,36 +279,49 @@ _spawned: list[int] = []  # this process, if its parent would have spawned it
 _checks = contextlib.ExitStack()  # of groups and of DDP's parameters, in the present world
 
 
-def _serve(folder: Path) -> None:
-    """Serve the groups that this process opens, until it ends."""
+def _serve(folder: Path) -> contextlib.ExitStack:
+    """Serve the groups that this process opens, until what is returned is closed."""
     module = c10d()
     of_torch = module._new_process_group_helper
     stack = contextlib.ExitStack()
-    _kept.append(stack)
     stack.enter_context(serve_every_backend())
     stack.enter_context(replaced_init_barrier(meet_makers))
     stack.enter_context(replaced((Channel, "sends_meet", True), (Board, "observed", True)))
     ours = module._new_process_group_helper
 
-    def make(
-        size: int, rank: int, ranks: object, backend: object, store: object, *args: Any, **kw: Any
+    def open_group(
+        size: int, rank: int, ranks: Any, backend: object, store: object, *args: Any, **kw: Any
     ) -> Any:
         if ranks:
-            helper = ours if runtime.find_world() is not None else of_torch
-            return helper(size, rank, ranks, backend, store, *args, **kw)
+            world = runtime.find_world()
+            helper = of_torch if world is None else ours
+            made = helper(size, rank, ranks, backend, store, *args, **kw)
+            if world is not None and world.rank in ranks:  # as Gloo's members connect
+                meet_makers(f"new_group {args[0]}", sorted(ranks), kw["timeout"].total_seconds())
+            return made
         _checks.close()
         names = {part.rpartition(":")[2] for part in str(backend).split(",")}
         if names - _SERVED:
             if not rank:
                 _log(folder, f"a group of the backend {backend}")
             return of_torch(size, rank, ranks, backend, store, *args, **kw)
-        own = _join(folder, store, rank, size)
+        limit = min(kw["timeout"].total_seconds(), _LONGEST)
+        own = _join(folder, store, rank, size, limit)
         group, prefixed = ours(size, rank, ranks, backend, own, *args, **kw)
         group._started = True  # the world ends with it
         group.stores = store, own  # torch keeps the C++ part of ours only
+        served = isinstance(find_backing_store(store), dist.TCPStore)
+        closed = own.path.with_suffix(".closed") if served else None
+        group.shutdown = functools.partial(_shut_down, weakref.ref(group), rank, closed)
         return group, prefixed
 
-    module._new_process_group_helper = make
+    def make(*args: Any, **kw: Any) -> Any:
+        try:
+            return open_group(*args, **kw)
+        except SyncError as error:
+            make_backend_error(error)
+            raise
+
     exit_ = sys.exit
 
     def report_and_exit(status: str | int | None = None, /) -> NoReturn:
@@ -307,7 +336,6 @@ def _serve(folder: Path) -> None:
                 time.sleep(_LATER)
         exit_(status)
 
-    sys.exit = report_and_exit
     wait = _standard.synchronize.Event.wait
 
     def leave_and_wait(event: object, timeout: float | None = None) -> bool:
@@ -321,9 +349,33 @@ def _serve(folder: Path) -> None:
         done: bool = wait(event, timeout)
         return done
 
-    _standard.synchronize.Event.wait = leave_and_wait
-    for queue in (_standard.queues.Queue, _standard.queues.SimpleQueue):
-        queue.get = _idle_during(queue.get)
+    queues = _standard.queues.Queue, _standard.queues.SimpleQueue
+    stack.enter_context(
+        replaced(
+            (module, "_new_process_group_helper", make),
+            (sys, "exit", report_and_exit),
+            (_standard.synchronize.Event, "wait", leave_and_wait),
+            *((queue, "get", _idle_during(queue.get)) for queue in queues),
+        )
+    )
+    return stack
+
+
+def _shut_down(find_group: Callable[[], Any], rank: int, closed: Path | None) -> None:
+    """Leave the world, after rank 0 has closed the store that it serves: then there is `closed`.
+
+    The next group may have the same port. A rank that came there too early would meet the old
+    store, or make torch's new one hang.
+    """
+    group, until = find_group(), time.monotonic() + _LATER
+    group.stores = group.stores[1:]
+    if closed is not None and rank:
+        while not closed.exists() and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(_TO_OPEN)
+    elif closed is not None:
+        closed.touch()
+    type(group).shutdown(group)
 
 
 def _idle_during(get: Callable[..., Any]) -> Callable[..., Any]:
@@ -351,9 +403,16 @@ def _log(folder: Path, line: str) -> None:
         log.write(f"{line}\n")
 
 
-def _join(folder: Path, store: object, rank: int, size: int) -> _WorldStore:
-    """Start a world of the ranks that share `store`, and return a store of this world."""
-    variables = {**make_variables(store, rank, size), "SYNCPRIMS_DIR": str(folder)}
+def _join(folder: Path, store: object, rank: int, size: int, limit: float) -> _WorldStore:
+    """Start a world of the ranks that share `store`, and return a store of this world.
+
+    `limit` is in seconds.
+    """
+    variables = {
+        **make_variables(store, rank, size),
+        "SYNCPRIMS_DIR": str(folder),
+        "SYNCPRIMS_JOIN_TIMEOUT": str(limit),
+    }
     world = runtime.join_as(variables)
     if not rank:
         _log(folder, "")
