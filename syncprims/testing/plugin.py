@@ -12,6 +12,7 @@ import inspect
 import itertools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -90,6 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--syncprims-worlds-ranks={ranks}: it takes a number of ranks")
     kind = config.getoption("syncprims_worlds")
     if kind is not None:
+        filters = [*warnings.filters]  # of pytest: torch adds its own
         try:
             # These import torch.
             if kind == "threads":
@@ -99,18 +101,23 @@ def pytest_configure(config: pytest.Config) -> None:
             else:
                 from .torch_worlds.suite_processes import SuiteProcesses
 
-                suites = SuiteProcesses()
+                suites = SuiteProcesses(filters)
         except ImportError as error:
             raise pytest.UsageError(f"--syncprims-worlds needs torch: {error}") from None
         config.stash[_SUITES] = suites
         config.add_cleanup(suites.close)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Serve the suite, which has imported what it uses."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Serve the suite, which has imported what it uses.
+
+    Here, since pytest records warnings until the end of the collection.
+    """
     suites = session.config.stash.get(_SUITES, None)
-    if suites is not None:
+    if suites is not None and not session.config.pluginmanager.hasplugin("dsession"):
         suites.start()
+    return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -570,13 +570,31 @@ def test_bugs_of_a_suite_are_named(tmp_path: Path) -> None:
 
 HABITS = """
 import os
+import signal
 import socket
+import time
+import warnings
 
+import numpy
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+torch.manual_seed(3)
 SPAWN = mp.get_context("spawn")
+
+
+def draw(rank, queue):
+    warnings.warn("seen by nobody")
+    queue.put((torch.rand(1).item(), numpy.random.rand()))
+
+
+def test_random_numbers_and_warnings_are_those_of_a_new_process():
+    queue = SPAWN.SimpleQueue()
+    mp.spawn(draw, (queue,), nprocs=2)
+    (seeded, own), (also_seeded, another) = queue.get(), queue.get()
+    assert seeded == also_seeded and own != another
 
 
 def meet_often(rank, port):
@@ -607,14 +625,63 @@ def test_the_process_of_pytest_is_a_rank(tmp_path):
     add(0, f"file://{tmp_path}/store")
     other.join()
     assert other.exitcode == 0
+
+
+def wait(path):
+    path.write_text(str(os.getpid()))
+    signal.pause()
+
+
+def test_a_process_is_left(request):
+    path = request.config.rootpath / "left"
+    SPAWN.Process(target=wait, args=(path,), daemon=True).start()
+    while not path.exists() or not path.read_text():
+        time.sleep(0.01)
 """
 
 
 def test_habits_of_suites(tmp_path: Path) -> None:
     (tmp_path / "test_habits.py").write_text(HABITS)
-    out = run_pytest(tmp_path, "--syncprims-worlds")
-    assert "2 passed" in out, out
+    out = run_pytest(tmp_path, "--syncprims-worlds", "-W", "error:seen by nobody")
+    assert "4 passed" in out, out
     assert "21 process groups in worlds of processes" in out
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "left").read_text()), 0)
+
+
+KILLS_ALL = """
+import os
+import signal
+
+import torch.multiprocessing as mp
+
+
+def come(queue):
+    queue.put(os.getppid())
+
+
+def start():
+    queue = mp.get_context("spawn").SimpleQueue()
+    process = mp.get_context("spawn").Process(target=come, args=(queue,))
+    process.start()
+    parent = queue.get()
+    process.join()
+    return parent
+
+
+def test_kill_all():
+    parent = start()  # a suite that kills all processes below its own finds this one
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    assert start() == os.getpid()
+"""
+
+
+def test_a_suite_may_kill_all_processes(tmp_path: Path) -> None:
+    (tmp_path / "test_kills.py").write_text(KILLS_ALL)
+    out = run_pytest(tmp_path, "--syncprims-worlds")
+    assert "1 passed" in out, out
+    assert "1 left to its own launcher: a process started after a test had killed all" in out
 
 
 IN_THREADS = """

@@ -8,6 +8,7 @@ of them has run in it. And a group that a process opens meets at the boards of a
 
 from __future__ import annotations
 
+import _warnings
 import atexit
 import contextlib
 import functools
@@ -16,16 +17,18 @@ import importlib
 import logging
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy
 import torch
 
 from syncprims._world import runtime
@@ -66,6 +69,7 @@ for _name in (
     importlib.import_module(f"multiprocessing.{_name}")
 _server: Any = _standard.forkserver._forkserver
 _atexit: Any = atexit
+_spawn: Any = _standard.popen_spawn_posix.Popen
 _SERVED = {"gloo", "nccl", "undefined"}
 _ELASTIC = "torch.distributed.elastic.multiprocessing.api"
 #: In a queue that these read, the worker of a pool of processes waits for its next task.
@@ -88,9 +92,10 @@ class _Popen(_standard.popen_forkserver.Popen):  # type: ignore[misc]
 class SuiteProcesses(Suites):
     """Serves the processes of a suite."""
 
-    def __init__(self) -> None:
-        """Serve the processes that are started from now on."""
+    def __init__(self, filters: Sequence[Any]) -> None:
+        """Serve the processes that are started from now on, without these filters of warnings."""
         super().__init__()
+        self._filters = filters
         self._folder = self._undo.enter_context(scratch_directory("suites"))
         (self._folder / _LOG).touch()
         self._serve_pools()
@@ -125,9 +130,21 @@ class SuiteProcesses(Suites):
         if torch.cuda.is_available():
             self._leave_spawned()
             return
-        self._replace(_standard.popen_spawn_posix, "Popen", _Popen)
-        self._replace(_standard.popen_forkserver, "Popen", _Popen)
+        for module in (_standard.popen_spawn_posix, _standard.popen_forkserver):
+            self._replace(module, "Popen", self._open_process)
         _server.ensure_running = self.start
+        self._generators: dict[Any, Callable[[], Any]] = {  # how a new process seeds each
+            torch: torch.default_generator.seed,
+            numpy.random: numpy.random.seed,
+            random: random.seed,
+        }
+        self._imports = self._undo.enter_context(contextlib.ExitStack())
+        for owner, name in (
+            (torch, "manual_seed"), (torch.random, "manual_seed"), (numpy.random, "seed"),
+            (random, "seed"),
+        ):  # fmt: skip
+            noting = self._noting(torch if owner is torch.random else owner, vars(owner)[name])
+            self._imports.enter_context(replaced((owner, name, noting)))
 
         def prepare(name: str) -> dict[str, Any]:
             key = getattr(_server, "_forkserver_authkey", None)  # Python 3.14 and newer
@@ -174,10 +191,36 @@ class SuiteProcesses(Suites):
 
         spawn = self._replace(_standard.popen_spawn_posix.Popen, "_launch", launch)
 
+    def _noting(self, generator: Any, seed: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what seeds a generator; it is noted if a module of tests does so when imported."""
+
+        @functools.wraps(seed)
+        def note(*args: Any, **named: Any) -> Any:
+            frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+            while frame is not None and frame.f_code.co_name != "<module>":
+                frame = frame.f_back
+            module = "__main__" if frame is None else frame.f_globals["__name__"]
+            # A new process imports no conftest. Pytest's own main module is "__main__".
+            if not module.startswith("__") and module.rpartition(".")[2] != "conftest":
+                self._generators[generator] = functools.partial(seed, *args, **named)
+            return seed(*args, **named)
+
+        return note
+
+    def _open_process(self, process: object) -> Any:
+        """Start a process in the server; if a test has killed that, as a new interpreter."""
+        self.start()
+        try:
+            return _Popen(process)
+        except ConnectionRefusedError:
+            self.left_alone["a process started after a test had killed all processes"] += 1
+            return _spawn(process)
+
     def start(self) -> None:
         """Fork the server, if no process has needed it before."""
         if vars(_server).get("ensure_running") != self.start:
             return
+        self._imports.close()
         _server.ensure_running = lambda: None  # also for forked processes, which cannot ask
         _standard.resource_tracker.ensure_running()
         _standard.forkserver.set_forkserver_preload([])
@@ -188,7 +231,9 @@ class SuiteProcesses(Suites):
             made.extend(ends)
             return ends
 
-        open_pipe, fork = os.pipe, functools.partial(_fork_server, made)
+        open_pipe = os.pipe
+        of_pytest, seeds = self._filters, [*self._generators.values()]
+        fork = functools.partial(_fork_server, made, of_pytest, seeds)
         with replaced((_standard.util, "spawnv_passfds", fork), (os, "pipe", pipe)):
             type(_server).ensure_running(_server)
 
@@ -203,7 +248,14 @@ class SuiteProcesses(Suites):
 # -- the server of processes -----------------------------------------------------------------------
 
 
-def _fork_server(made: list[int], path: str, args: list[Any], passed: list[int]) -> int:
+def _fork_server(
+    made: list[int],
+    of_pytest: Sequence[Any],
+    seeds: list[Callable[[], Any]],
+    path: str,
+    args: list[Any],
+    passed: list[int],
+) -> int:
     """Fork this process, and run there what a new interpreter would run by these arguments.
 
     Without the other ends of its pipes (`made`), the server sees that pytest has ended.
@@ -217,10 +269,14 @@ def _fork_server(made: list[int], path: str, args: list[Any], passed: list[int])
         for fd in {*made}.difference(passed):
             os.close(fd)
         _server.ensure_running = lambda: None  # its processes use it, too
+        filters = [one for one in warnings.filters if one not in of_pytest]
+        warnings.resetwarnings()
+        at_start: Any = _warnings.filters  # what Python has made
+        warnings.filters = [*filters, *at_start]
         gc.freeze()  # to free here what pytest has left could end things of pytest
         os.register_at_fork(before=_load)
         prepare = _standard.spawn.prepare
-        _standard.spawn.prepare = functools.partial(_prepare, prepare)
+        _standard.spawn.prepare = functools.partial(_prepare, prepare, seeds)
         exec(args[-1], {})
     except BaseException as error:
         if not isinstance(error, SystemExit):
@@ -237,9 +293,10 @@ def _load() -> None:
 
 
 def _end_server() -> None:
-    """End the server; it stays until this process ends if others still run, which would seem dead.
+    """End the server; if processes still run, it ends after them.
 
-    A pool that is not closed would give too few of its workers their end, and wait for the others.
+    Without it, the process of pytest takes them for ended: it neither ends nor awaits them. A pool
+    that is not closed would give too few of its workers their end, and wait for the others.
     """
     vars(_server).pop("ensure_running", None)
     if _server._forkserver_pid is not None and not _standard.active_children():
@@ -248,7 +305,7 @@ def _end_server() -> None:
         _server._stop()
 
 
-def _prepare(before: Callable[[Any], None], data: Any) -> None:
+def _prepare(before: Callable[[Any], None], seeds: list[Callable[[], Any]], data: Any) -> None:
     """Make this process what a new interpreter would be that the parent had started."""
     _spawned.append(os.getpid())
     _atexit._clear()  # those of pytest's process
@@ -269,6 +326,8 @@ def _prepare(before: Callable[[Any], None], data: Any) -> None:
         if type(handler).__module__.startswith("_pytest"):
             logging.root.removeHandler(handler)
     torch.set_num_threads(1)  # those of the operations of its parent are not here
+    for seed in seeds:
+        seed()
     before(data)
 
 
