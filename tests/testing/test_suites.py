@@ -420,7 +420,9 @@ def test_processes_that_a_suite_starts_before_its_tests_are_served(tmp_path: Pat
 
 BUGS = """
 import os
+import signal
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -521,6 +523,20 @@ def test_an_invalid_call(tmp_path):
     mp.spawn(call_wrongly, (f"file://{tmp_path}/store",), nprocs=2)
 
 
+def be_killed(rank, url):
+    dist.init_process_group("gloo", url, rank=rank, world_size=2)
+    dist.barrier()
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_killed_rank(tmp_path):
+    with pytest.raises(mp.ProcessExitedException, match="process 1 .* SIGKILL") as caught:
+        mp.spawn(be_killed, (f"file://{tmp_path}/store",), nprocs=2)
+    assert "rank 1 was last seen at barrier (test_bugs.py:" in caught.value.__notes__[0]
+
+
 def come_alone(rank, url):
     with pytest.raises(RuntimeError, match="did not come"):
         dist.init_process_group(
@@ -561,10 +577,10 @@ def test_bugs_of_a_suite_are_named(tmp_path: Path) -> None:
     (tmp_path / "test_bugs.py").write_text(BUGS)
     out = run_pytest(tmp_path, "--syncprims-worlds")
     if has_continuous_test():
-        assert "1 failed, 11 passed" in out, out
+        assert "1 failed, 12 passed" in out, out
         assert "rank 0: no call: its launcher" in out, out
     else:
-        assert "11 passed" in out, out
+        assert "12 passed" in out, out
 
 
 

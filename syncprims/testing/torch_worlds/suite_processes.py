@@ -17,6 +17,7 @@ import importlib
 import logging
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import sys
@@ -63,7 +64,8 @@ from .suites import Suites
 
 _standard: Any = multiprocessing  # its types leave out what is replaced here
 for _name in (
-    "forkserver", "pool", "popen_fork", "popen_forkserver", "popen_spawn_posix", "queues",
+    "connection", "forkserver", "pool", "popen_fork", "popen_forkserver", "popen_spawn_posix",
+    "queues",
     "resource_tracker", "synchronize",
 ):  # fmt: skip
     importlib.import_module(f"multiprocessing.{_name}")
@@ -121,6 +123,27 @@ class SuiteProcesses(Suites):
             return of_torch(size, *args, **named)
 
         of_torch = self._replace(c10d(), "_new_process_group_helper", make)
+
+        def join(context: Any, timeout: float | None = None, *rest: Any, **named: Any) -> Any:
+            """Join processes of `torch.multiprocessing`; wait for what others say of a lost one."""
+            ready = _standard.connection.wait(context.sentinels, timeout)
+            ended = [context.sentinels[one] for one in ready]
+            lost = next((one for one in ended if context.processes[one].exitcode), None)
+            said = [Path(path) for path in context.error_files]
+            if lost is None or said[lost].exists():
+                return join_all(context, timeout, *rest, **named)
+            cause = {context.processes[lost].sentinel: lost}
+            _standard.connection.wait(context.sentinels.keys() - cause.keys(), _LATER)
+            context.sentinels = cause  # else the launcher could name another
+            try:
+                return join_all(context, timeout, *rest, **named)
+            except Exception as error:
+                for path in filter(Path.exists, said):
+                    error.add_note(pickle.loads(path.read_bytes()))
+                raise
+
+        base = importlib.import_module("torch.multiprocessing.spawn").ProcessContext
+        join_all = self._replace(base, "join", join)
 
         def launch(popen: object, process: object) -> None:
             import_lazy_modules()  # else each forked process would
