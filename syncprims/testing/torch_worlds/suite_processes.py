@@ -65,8 +65,7 @@ from .suites import Suites
 _standard: Any = multiprocessing  # its types leave out what is replaced here
 for _name in (
     "connection", "forkserver", "pool", "popen_fork", "popen_forkserver", "popen_spawn_posix",
-    "queues",
-    "resource_tracker", "synchronize",
+    "queues", "resource_tracker", "synchronize",
 ):  # fmt: skip
     importlib.import_module(f"multiprocessing.{_name}")
 _server: Any = _standard.forkserver._forkserver
