@@ -583,7 +583,6 @@ def test_bugs_of_a_suite_are_named(tmp_path: Path) -> None:
         assert "12 passed" in out, out
 
 
-
 HABITS = """
 import os
 import signal
