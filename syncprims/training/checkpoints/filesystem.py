@@ -338,7 +338,8 @@ class DirectoryLock(_Opened):
                 LOG.debug("%s cannot be locked: %s", path, error)
             if not taken:
                 raise BlockingIOError(errno.EAGAIN, "locked by another program", path)
-            here, there = os.fstat(self._fd), os.stat(path)  # noqa: PTH116
+            with _naming(path):
+                here, there = os.fstat(self._fd), os.stat(path)  # noqa: PTH116
             if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
                 raise FileNotFoundError(errno.ENOENT, "replaced by another program", path)
         except BaseException:
