@@ -234,8 +234,8 @@ class SyncProcessGroup(ProcessGroup):
         """Return a timeout of torch in seconds; None if it says nothing.
 
         In the world of a test, waits that can never end are found without it: there the defaults of
-        torch say nothing, either. In a suite's process they do: a rank may wait for the worker of
-        a pool, which is idle.
+        torch say nothing, either. In a suite's process they do: a rank may wait for one that
+        waits for its launcher.
         """
         seconds = timeout.total_seconds()
         certain = self._rounds.board.observed and not Board.observed

@@ -62,6 +62,7 @@ def test_joined_later(tmp_path):
     context = mp.spawn(worker, (1, f"file://{tmp_path}/store"), nprocs=1, join=False)
     while not context.join():
         pass
+    assert context.join()  # again
 
 
 class Counter:
@@ -419,6 +420,7 @@ def test_processes_that_a_suite_starts_before_its_tests_are_served(tmp_path: Pat
 
 
 BUGS = """
+from concurrent.futures import ProcessPoolExecutor
 import os
 import signal
 import sys
@@ -491,6 +493,14 @@ def test_the_worker_of_a_pool(what, error, tmp_path):
         tasks = [(rank, f"file://{tmp_path}/store", what) for rank in range(2)]
         with pytest.raises(Exception, match=error):
             pool.starmap(join_and, tasks, chunksize=1)
+
+
+def test_the_worker_of_an_executor(tmp_path):
+    url = f"file://{tmp_path}/store"
+    with ProcessPoolExecutor(2, mp.get_context("spawn")) as pool:
+        first, _ = [pool.submit(join_and, rank, url, dist.barrier) for rank in range(2)]
+        with pytest.raises(RuntimeError, match="rank 1: no call"):
+            first.result()
 
 
 def test_the_other_worker_is_idle(tmp_path):
@@ -577,10 +587,10 @@ def test_bugs_of_a_suite_are_named(tmp_path: Path) -> None:
     (tmp_path / "test_bugs.py").write_text(BUGS)
     out = run_pytest(tmp_path, "--syncprims-worlds")
     if has_continuous_test():
-        assert "1 failed, 12 passed" in out, out
+        assert "1 failed, 13 passed" in out, out
         assert "rank 0: no call: its launcher" in out, out
     else:
-        assert "12 passed" in out, out
+        assert "13 passed" in out, out
 
 
 HABITS = """

@@ -74,7 +74,10 @@ _spawn: Any = _standard.popen_spawn_posix.Popen
 _SERVED = {"gloo", "nccl", "undefined"}
 _ELASTIC = "torch.distributed.elastic.multiprocessing.api"
 #: In a queue that these read, the worker of a pool of processes waits for its next task.
-_WORKERS = {"multiprocessing.pool", "torch.testing._internal.common_distributed"}
+_WORKERS = {
+    "concurrent.futures.process", "multiprocessing.pool",
+    "torch.testing._internal.common_distributed",
+}  # fmt: skip
 _LATER = 0.3  # seconds
 _TO_OPEN = 0.05  # seconds in which a new store listens
 _LONGEST = 300.0  # seconds that ranks await the others at the start
@@ -125,17 +128,19 @@ class SuiteProcesses(Suites):
 
         def join(context: Any, timeout: float | None = None, *rest: Any, **named: Any) -> Any:
             """Join processes of `torch.multiprocessing`; wait for what others say of a lost one."""
+            if not context.sentinels:  # they have been joined
+                return join_all(context, timeout, *rest, **named)
             ready = _standard.connection.wait(context.sentinels, timeout)
             ended = [context.sentinels[one] for one in ready]
             lost = next((one for one in ended if context.processes[one].exitcode), None)
             said = [Path(path) for path in context.error_files]
             if lost is None or said[lost].exists():
-                return join_all(context, timeout, *rest, **named)
+                return join_all(context, 0, *rest, **named)
             cause = {context.processes[lost].sentinel: lost}
             _standard.connection.wait(context.sentinels.keys() - cause.keys(), _LATER)
             context.sentinels = cause  # else the launcher could name another
             try:
-                return join_all(context, timeout, *rest, **named)
+                return join_all(context, 0, *rest, **named)
             except Exception as error:
                 for path in filter(Path.exists, said):
                     error.add_note(pickle.loads(path.read_bytes()))
