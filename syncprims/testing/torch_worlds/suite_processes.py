@@ -103,6 +103,7 @@ class SuiteProcesses(Suites):
         self._folder = self._undo.enter_context(scratch_directory("suites"))
         (self._folder / _LOG).touch()
         self._serve_pools()
+        self._serve_spawn()
 
         def run(process: object, *args: object, **named: object) -> Any:
             if not _kept:
@@ -126,6 +127,29 @@ class SuiteProcesses(Suites):
 
         of_torch = self._replace(c10d(), "_new_process_group_helper", make)
 
+        def launch(popen: object, process: object) -> None:
+            import_lazy_modules()  # else each forked process would
+            fork(popen, process)
+
+        fork = self._replace(_standard.popen_fork.Popen, "_launch", launch)
+        if torch.cuda.is_available():
+            self._leave_spawned()
+            return
+        for module in (_standard.popen_spawn_posix, _standard.popen_forkserver):
+            self._replace(module, "Popen", self._open_process)
+        _server.ensure_running = self.start
+        self._note_seeds()
+
+        def prepare(name: str) -> dict[str, Any]:
+            key = getattr(_server, "_forkserver_authkey", None)  # Python 3.14 and newer
+            return {**data(name), "environ": dict(os.environ), "server_key": key}
+
+        data = self._replace(_standard.spawn, "get_preparation_data", prepare)
+        self._undo.callback(_end_server)
+
+    def _serve_spawn(self) -> None:
+        """Let the error of `torch.multiprocessing` say where a rank was that has died."""
+
         def join(context: Any, timeout: float | None = None, *rest: Any, **named: Any) -> Any:
             """Join processes of `torch.multiprocessing`; wait for what others say of a lost one."""
             if not context.sentinels:  # they have been joined
@@ -148,37 +172,6 @@ class SuiteProcesses(Suites):
 
         base = importlib.import_module("torch.multiprocessing.spawn").ProcessContext
         join_all = self._replace(base, "join", join)
-
-        def launch(popen: object, process: object) -> None:
-            import_lazy_modules()  # else each forked process would
-            fork(popen, process)
-
-        fork = self._replace(_standard.popen_fork.Popen, "_launch", launch)
-        if torch.cuda.is_available():
-            self._leave_spawned()
-            return
-        for module in (_standard.popen_spawn_posix, _standard.popen_forkserver):
-            self._replace(module, "Popen", self._open_process)
-        _server.ensure_running = self.start
-        self._generators: dict[Any, Callable[[], Any]] = {  # how a new process seeds each
-            torch: torch.default_generator.seed,
-            numpy.random: numpy.random.seed,
-            random: random.seed,
-        }
-        self._imports = self._undo.enter_context(contextlib.ExitStack())
-        for owner, name in (
-            (torch, "manual_seed"), (torch.random, "manual_seed"), (numpy.random, "seed"),
-            (random, "seed"),
-        ):  # fmt: skip
-            noting = self._noting(torch if owner is torch.random else owner, vars(owner)[name])
-            self._imports.enter_context(replaced((owner, name, noting)))
-
-        def prepare(name: str) -> dict[str, Any]:
-            key = getattr(_server, "_forkserver_authkey", None)  # Python 3.14 and newer
-            return {**data(name), "environ": dict(os.environ), "server_key": key}
-
-        data = self._replace(_standard.spawn, "get_preparation_data", prepare)
-        self._undo.callback(_end_server)
 
     def _serve_pools(self) -> None:
         """Let the task of a rank fail with its process, which a pool replaces and forgets."""
@@ -217,6 +210,21 @@ class SuiteProcesses(Suites):
             spawn(popen, process)
 
         spawn = self._replace(_standard.popen_spawn_posix.Popen, "_launch", launch)
+
+    def _note_seeds(self) -> None:
+        """Note how modules of tests seed the generators, until the tests have been collected."""
+        self._generators: dict[Any, Callable[[], Any]] = {  # how a new process seeds each
+            torch: torch.default_generator.seed,
+            numpy.random: numpy.random.seed,
+            random: random.seed,
+        }
+        self._imports = self._undo.enter_context(contextlib.ExitStack())
+        for owner, name in (
+            (torch, "manual_seed"), (torch.random, "manual_seed"), (numpy.random, "seed"),
+            (random, "seed"),
+        ):  # fmt: skip
+            noting = self._noting(torch if owner is torch.random else owner, vars(owner)[name])
+            self._imports.enter_context(replaced((owner, name, noting)))
 
     def _noting(self, generator: Any, seed: Callable[..., Any]) -> Callable[..., Any]:
         """Return what seeds a generator; it is noted if a module of tests does so when imported."""
@@ -408,39 +416,13 @@ def _serve(folder: Path) -> contextlib.ExitStack:
             make_backend_error(error)
             raise
 
-    exit_ = sys.exit
-
-    def report_and_exit(status: str | int | None = None, /) -> NoReturn:
-        """Report what a launcher has caught, where it exits; a mere consequence comes later.
-
-        Launchers show the failure of the process that ends first.
-        """
-        error, world = sys.exc_info()[1], runtime.find_world()
-        if status and error is not None and world is not None:
-            runtime.leave_group_world(world)
-            if any(isinstance(link, PeerFailed) for link in chain_of(error)):
-                time.sleep(_LATER)
-        exit_(status)
-
-    wait = _standard.synchronize.Event.wait
-
-    def leave_and_wait(event: object, timeout: float | None = None) -> bool:
-        """Wait; a worker of torch's elastic launcher, which has returned, leaves the world first.
-
-        It waits until all workers have returned. One of them may wait for this one.
-        """
-        world, caller = runtime.find_world(), sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-        if world is not None and caller.f_globals.get("__name__") == _ELASTIC:
-            runtime.leave_group_world(world)
-        done: bool = wait(event, timeout)
-        return done
-
+    event = _standard.synchronize.Event
     queues = _standard.queues.Queue, _standard.queues.SimpleQueue
     stack.enter_context(
         replaced(
             (module, "_new_process_group_helper", make),
-            (sys, "exit", report_and_exit),
-            (_standard.synchronize.Event, "wait", leave_and_wait),
+            (sys, "exit", _report_before(sys.exit)),
+            (event, "wait", _leave_before(event.wait)),
             *((queue, "get", _idle_during(queue.get)) for queue in queues),
         )
     )
@@ -462,6 +444,36 @@ def _shut_down(find_group: Callable[[], Any], rank: int, closed: Path | None) ->
     elif closed is not None:
         closed.touch()
     type(group).shutdown(group)
+
+
+def _report_before(exit_: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    """Return `sys.exit`, before which a rank reports what its launcher has caught."""
+
+    def report_and_exit(status: str | int | None = None, /) -> NoReturn:
+        """Launchers show the failure of the process that ends first: a consequence comes later."""
+        error, world = sys.exc_info()[1], runtime.find_world()
+        if status and error is not None and world is not None:
+            runtime.leave_group_world(world)
+            if any(isinstance(link, PeerFailed) for link in chain_of(error)):
+                time.sleep(_LATER)
+        exit_(status)
+
+    return report_and_exit
+
+
+def _leave_before(wait: Callable[..., bool]) -> Callable[..., bool]:
+    """Return the wait of an event, before which a worker of torch's elastic launcher leaves.
+
+    There it has returned, and waits until all workers have. One of them may wait for this one.
+    """
+
+    def leave_and_wait(event: object, timeout: float | None = None) -> bool:
+        world, caller = runtime.find_world(), sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        if world is not None and caller.f_globals.get("__name__") == _ELASTIC:
+            runtime.leave_group_world(world)
+        return wait(event, timeout)
+
+    return leave_and_wait
 
 
 def _idle_during(get: Callable[..., Any]) -> Callable[..., Any]:
