@@ -40,7 +40,7 @@ from .private_dir import PrivateDirectory
 
 _LOOKS = 100  # at most, with a yield after each, before the clock is read
 _LOOKS_PER_TIME = 16  # between two readings of the clock
-_YIELD_FOR = 0.0005  # seconds of yielding before sleeping
+YIELD_FOR = 0.0005  #: seconds of yielding before sleeping
 FIRST_NAP, LONGEST_NAP = 0.002, 0.05  #: seconds of sleep, in case no rank wakes this one
 NAPS = 5  #: after so many it asks who has ended, in case that came before it slept
 _MOST_KNOWN = 4096
@@ -72,7 +72,7 @@ class SharedMemoryBoard(Board):
         self._file = file
         self._liveness = liveness
         self._doorbell = liveness.doorbell
-        self._spin_policy = _SpinPolicy()
+        self._spin_policy = SpinPolicy()
         self._window: Window | None = None
         self._index = self.processes.index(liveness.process)
         self.rank = self.members[self._index]  #: this one
@@ -251,7 +251,7 @@ class SharedMemoryBoard(Board):
                 self.collected = number
                 self._tidy(number)
                 return notes
-            sleepy = now - self._waiting_since >= _YIELD_FOR or self._spin_policy.sleeps_left
+            sleepy = now - self._waiting_since >= YIELD_FOR or self._spin_policy.sleeps_left
             looks += 1
             if not sleepy and looks % _LOOKS_PER_TIME:
                 os.sched_yield()
@@ -434,7 +434,7 @@ def _body_of(text: bytes) -> tuple[int, int, bytes]:
     return digest, zlib.crc32(body), body
 
 
-class _SpinPolicy:
+class SpinPolicy:
     """Chooses between ``sched_yield`` and sleeping, from the last waits of a rank at one board.
 
     Yielding is by far the fastest if only ranks want the processor: each continues as soon as the

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,14 @@ from syncprims.errors import Failure, PeerFailed
 from syncprims.interface import Board, Label, Note, Status, WaitView
 
 from ..file.backend import FileBackend
-from ..file.board import FIRST_NAP, LONGEST_NAP, NAPS, SharedMemoryBoard
+from ..file.board import (
+    FIRST_NAP,
+    LONGEST_NAP,
+    NAPS,
+    YIELD_FOR,
+    SharedMemoryBoard,
+    SpinPolicy,
+)
 from ..file.description import HostReport
 from ..file.liveness import Liveness
 from ..file.memory import make_fence
@@ -32,6 +40,9 @@ from .store import StoreEndpoint, StoreGone, StoreLink, StoreProbe, first_line
 
 _CONTRIBUTE_ANYWAY = 0.02  # seconds until a waiting rank does what the last to post should have
 _CONTRIBUTE_AGAIN = 1.0  # and until a contribution may have been lost
+# Looks at a round's log after a contribution, of all hosts together: so often the others come soon.
+_LOOKS = 16
+_ASK = 0.002  # seconds after which a waiting rank asks to be told
 # Seconds after which a rank asks the store, too, if one before it should have; doubled each time.
 _ASK_ANYWAY = 1.0
 _FIRST_LOOK, _LONGEST_LOOK = 0.05, 1.0  # between two looks at the hosts that are missing
@@ -100,6 +111,7 @@ class TwoLevelBoard(Board):
         self._awaited = 0  # the round that the link's thread waits for now; 0: none
         self._contributed: dict[int, float] = {}  # by this rank: rounds, and when
         self._waiting_for, self._waiting_since = 0, 0.0
+        self._spin_policy = SpinPolicy()
         self._next_look, self._look_every = 0.0, _FIRST_LOOK
         self._ended: dict[int, MemberEnd] = {}
         self._verdict: bytes | None = None
@@ -145,6 +157,11 @@ class TwoLevelBoard(Board):
             if decision is not None:
                 self._share(number, decision)  # first: ranks wait for it
                 self.decisions.remove_old(store, number)
+                return
+            for _ in range(_LOOKS // len(self._hosts)):
+                if (decision := self.decisions.read(store, number).decision) is not None:
+                    self._share(number, decision)
+                    return
 
         self._connection.requests.submit(contribute)
 
@@ -156,6 +173,7 @@ class TwoLevelBoard(Board):
         now = self.now()
         until = math.inf if timeout is None else now + timeout
         nap, naps, woken = FIRST_NAP, 0, False
+        self._begin_wait(number, now)
         self._state.set_waiting(number)
         try:
             while True:
@@ -164,9 +182,14 @@ class TwoLevelBoard(Board):
                 if self._state.cut.verdict(number) is not None:
                     return None
                 if decision is not None:
+                    self._spin_policy.record(now - self._waiting_since)
                     return self._take(number, decision)
                 if now >= until:
                     return None
+                if now - self._waiting_since < YIELD_FOR and not self._spin_policy.sleeps_left:
+                    os.sched_yield()
+                    now = self.now()
+                    continue
                 if (woken or naps == NAPS) and self.local.is_in_vain(number):
                     return None
                 naps = naps % NAPS + 1
@@ -200,22 +223,28 @@ class TwoLevelBoard(Board):
         awaited = self._awaited
         if awaited and awaited + self.depth < number:
             # This rank waits for a decision that it knows, and that may have been removed.
-            self._connection.requests.submit(lambda store: self.decisions.release(store, awaited))
+            host = self._connection.host
+            self._connection.requests.submit(lambda s: self.decisions.release(s, awaited, host))
         return notes
+
+    def _begin_wait(self, number: int, now: float) -> None:
+        """Count time from now, unless this rank waits for this round already."""
+        if self._waiting_for != number:
+            self._waiting_for, self._waiting_since = number, now
+            self._spin_policy.count_wait()
+            self._look_every = max(_FIRST_LOOK, _LOOK_PER_HOST * len(self._hosts))
+            self._next_look = now + self._look_every
 
     def _help(self, number: int, now: float) -> None:
         """Do what this host needs while its ranks wait, if no other rank does it."""
-        if self._waiting_for != number:
-            self._waiting_for, self._waiting_since = number, now
-            self._look_every = max(_FIRST_LOOK, _LOOK_PER_HOST * len(self._hosts))
-            self._next_look = now + self._look_every
+        self._begin_wait(number, now)
         waited = now - self._waiting_since
         late = waited >= _CONTRIBUTE_ANYWAY and self._state.contributed < number
         due = number <= self.posted and (late or waited >= _CONTRIBUTE_AGAIN)
         if due and self.local.is_full(number):
             self._contribute(number)
         others = self._state.waiting_before(number)
-        if others and waited < _ASK_ANYWAY * 2 ** min(others, 5):
+        if waited < (_ASK_ANYWAY * 2 ** min(others, 5) if others else _ASK):
             return
         self._request_decision(number)
         if now >= self._next_look and self._connection.requests.idle:
@@ -242,10 +271,14 @@ class TwoLevelBoard(Board):
         def wait(store: Store) -> None:
             if self._asked_for != number or self.collected >= number:
                 return  # known meanwhile, and soon removed
+            host = self._connection.host
             self._awaited = number
             try:
-                if self.collected < number:
-                    self._share(number, self.decisions.wait(store, number))
+                decision = self.decisions.announce(store, number, host)
+                if decision is None and self.collected < number:
+                    decision = self.decisions.wait(store, number, host)
+                if decision is not None:
+                    self._share(number, decision)
             finally:
                 self._awaited = 0
 
@@ -254,8 +287,7 @@ class TwoLevelBoard(Board):
     def _share(self, number: int, decision: bytes) -> None:
         """Publish the decision about a round to all ranks of this host."""
         if number > self.collected:
-            self._state.publish_decision(number, decision)
-            if self._state.decision(number) == ELSEWHERE:
+            if not self._state.publish_decision(number, decision):
                 self._elsewhere[number] = decision
             self._connection.wake_host()
 
@@ -264,30 +296,29 @@ class TwoLevelBoard(Board):
     def _look_around(self, store: Store, number: int, here: Mapping[int, Status]) -> None:
         """Learn which members have not come to a round, and publish to other hosts about this."""
         connection = self._connection
-        pieces = self.decisions.contributions(store, number)
-        decision = self.decisions.complete(store, number, pieces)
-        if decision is not None:
-            # The rank that was counted last is stopped or gone, or was never counted.
-            self._share(number, decision)
+        log = self.decisions.read(store, number)
+        if log.decision is not None:
+            # The host whose entry decided is stopped or gone, or could not tell this one.
+            self._share(number, log.decision)
             self.decisions.remove_old(store, number)
             return
         seen: dict[str, list[Any]] = {}
         mine = here[self.local.rank].label
-        for host, data in pieces.items():
+        for host, data in log.notes.items():
             for rank, note in zip(self._hosts[host], decode_notes(data), strict=True):
                 if note.label is not mine and note.label != mine:
                     seen[str(rank)] = [number, _text(note.label)]
-        missing = [h for h in self._hosts if h not in pieces and h != connection.host]
+        missing = [h for h in self._hosts if h not in log.notes and h != connection.host]
         turn = int(self.now()) % max(1, len(missing))
         looked_at = (missing[turn:] + missing[:turn])[:_MOST_LOOKED_AT]
         connection.heartbeat.look(store, looked_at)
         for host in looked_at:
             seen |= json.loads(read_key(store, f"{self._prefix}/host/{host}") or b"{}")
-        if connection.host not in pieces:
+        if connection.host not in log.notes:
             own = {str(rank): [s.rounds, _text(s.label)] for rank, s in here.items()}
             store.set(f"{self._prefix}/host/{connection.host}", json.dumps(own))
         silent = {str(host): connection.heartbeat.silence(host) for host in looked_at}
-        self._state.publish_report(number, HostReport(list(pieces), seen, silent))
+        self._state.publish_report(number, HostReport(list(log.notes), seen, silent))
 
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`: exact on this host, the latest report on others."""
@@ -353,7 +384,10 @@ class TwoLevelBoard(Board):
             if connection.waits.broken is not None:
                 raise StoreGone
             patience = max(heartbeat.every, heartbeat.limit - requests.silent_for)
-            decision = requests.ask(lambda s: self.decisions.abort(s, number, verdict), patience)
+            decision = requests.ask(
+                lambda store: self.decisions.abort(store, number, connection.host, verdict),
+                patience,
+            )
         except StoreGone:
             self._cut_off(number, verdict)
         else:
@@ -405,7 +439,7 @@ class TwoLevelBoard(Board):
         """End every member's wait for one that has ended; on the link's thread."""
         # A rank that finished has left its notes; without a rank that did not, no round completes.
         first = end.rounds + 1 if end.state == "finished" else self.collected + 1
-        self.decisions.end(store, first, end)
+        self.decisions.end(store, first, self._connection.host, end)
 
     def close(self) -> None:
         """Unmap the shared memory; the host's own board is closed by its backend."""

@@ -1,17 +1,17 @@
-"""Rounds between hosts, at the rendezvous store: contributions, and the decision about each round.
+"""Rounds between hosts, at the rendezvous store: a log per round, and what it decides.
 
-For every round of a board there are three keys. Each host contributes its members' notes: it
-appends them to the first key, all in one piece, and counts itself at the second. The host that is
-counted last reads the first key and makes the round's *decision* from it, at the third key, which
-all hosts wait for. So a round costs a host three messages, and the last one seven, which removes
-an old round, too. The number of ranks does not matter.
+Every round of a board has a *log* at the store: a key to which hosts append. Each host appends the
+notes of its members, all in one entry, and reads the log in the same exchange. The order of the
+log decides: the round is complete at the entry that adds the last host's notes, unless a verdict,
+or the end of a member without which it cannot complete, comes before. So every host that reads the
+log finds the same *decision*, and no decision ever changes. Everything may be done twice: a host
+that contributes twice counts once.
 
-The decision is written once, by compare-and-set, and never changes: all notes, or the verdict that
-breaks the round, or the end of a member without which it cannot complete. That one key determines
-for all what came first. Everything before it may be done twice: a host that contributes twice is
-read once, and a count that is too high or too low is only a hint.
+A host that has found no decision after some looks appends that it waits. The host whose entry
+decides the round tells those that wait. So a round in which all hosts come together costs a host
+one exchange, and one of them also removes an old log. The number of ranks does not matter.
 
-Keys of a round are removed once no rank can need them any more, so the store does not grow.
+The log of a round is removed once no rank can need it any more, so the store does not grow.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from syncprims.interface import Board, Note, State
 
+#: Kinds of decisions. Those but the first are entries of a log, too.
 COMPLETE, VERDICT, END = b"A", b"V", b"E"
+_NOTES, _WAITS = b"N", b"W"  # kinds of entries
 
 _SIZES = struct.Struct("<II")  # distinct notes, members
 _LENGTH = struct.Struct("<I")
-_PIECE = struct.Struct("<II")  # host, length
+_ENTRY = struct.Struct("<cII")  # kind, host, length
+_NOTHING = "-"  # what no log contains
 
 
 class Store(Protocol):
@@ -41,6 +44,7 @@ class Store(Protocol):
     check: Callable[[list[str]], bool]
     compare_set: Callable[[str, str, str | bytes], bytes]
     delete_key: Callable[[str], bool]
+    wait: Callable[[list[str]], None]
 
 
 def read_key(store: Store, key: str) -> bytes:
@@ -58,41 +62,53 @@ class MemberEnd(NamedTuple):
     failure: str = ""
 
 
+class Log(NamedTuple):
+    """What the log of a round says, up to the entry that decides it."""
+
+    notes: Mapping[int, bytes]  #: of each host that has contributed; the latest if there are two
+    decision: bytes | None  #: None while there is none
+    decided_by: tuple[bytes, int] | None  #: the kind of the entry that decides, and its host
+    waiting: Collection[int]  #: hosts that had announced before that they wait
+
+
 def encode_notes(notes: Sequence[Note]) -> bytes:
     """Return notes as bytes; equal ones, as in a barrier, are written once."""
-    numbers: dict[bytes, int] = {}
-    of_note: dict[int, int] = {}  # by identity, since most are the same object
-    which: list[int] = []
-    for note in notes:
-        number = of_note.get(id(note))
-        if number is None:
-            data = note.encode()
-            number = of_note[id(note)] = numbers.setdefault(data, len(numbers))
-        which.append(number)
-    parts = [_SIZES.pack(len(numbers), len(notes))]
-    parts += [_LENGTH.pack(len(data)) + data for data in numbers]
-    if len(numbers) > 1:
-        # Of a broadcast, all but one are equal: thousands of ranks take some dozens of bytes.
-        parts.append(zlib.compress(struct.pack(f"<{len(which)}I", *which), 1))
-    return b"".join(parts)
+    texts: dict[int, bytes] = {}  # by identity, since most are the same object
+    return _encode([texts.get(id(n)) or texts.setdefault(id(n), n.encode()) for n in notes])
 
 
 def decode_notes(data: bytes, mine: Note | None = None) -> list[Note]:
     """Return the notes that :func:`encode_notes` wrote; those equal to `mine` are `mine`."""
+    texts = _decode(data)
+    notes = {} if mine is None else {mine.encode(): mine}
+    for text in set(texts) - set(notes):
+        notes[text] = Note.decode(text)
+    return [notes[text] for text in texts]
+
+
+def _encode(texts: Sequence[bytes]) -> bytes:
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    parts = [_SIZES.pack(len(numbers), len(texts))]
+    parts += [_LENGTH.pack(len(text)) + text for text in numbers]
+    if len(numbers) > 1:
+        # Of a broadcast, all but one are equal: thousands of ranks take some dozens of bytes.
+        which = struct.pack(f"<{len(texts)}I", *map(numbers.__getitem__, texts))
+        parts.append(zlib.compress(which, 1))
+    return b"".join(parts)
+
+
+def _decode(data: bytes) -> list[bytes]:
     distinct, count = map(int, _SIZES.unpack_from(data))
     at = _SIZES.size
-    own = None if mine is None else mine.encode()
-    notes: list[Note] = []
+    texts: list[bytes] = []
     for _ in range(distinct):
         (length,) = _LENGTH.unpack_from(data, at)
-        at += _LENGTH.size
-        text = data[at : at + length]
-        at += length
-        notes.append(mine if mine is not None and text == own else Note.decode(text))
+        at += _LENGTH.size + length
+        texts.append(data[at - length : at])
     if distinct == 1:
-        return notes * count
+        return texts * count
     which: Sequence[int] = struct.unpack(f"<{count}I", zlib.decompress(data[at:]))
-    return [notes[int(number)] for number in which]
+    return [texts[int(number)] for number in which]
 
 
 class Decisions:
@@ -109,74 +125,93 @@ class Decisions:
     def contribute(
         self, store: Store, number: int, host: int, notes: Sequence[Note]
     ) -> bytes | None:
-        """Contribute a host's notes; return the round's decision if they were the last."""
-        data = encode_notes(notes)
-        store.append(self._key(number, "notes"), _PIECE.pack(host, len(data)) + data)
-        if store.add(self._key(number, "count"), 1) < len(self._hosts):
-            return None
-        return self.complete(store, number, _pieces(store.get(self._key(number, "notes"))))
+        """Contribute a host's notes, and return the round's decision if there is one then."""
+        return self._append(store, number, _NOTES, host, encode_notes(notes))
 
-    def complete(self, store: Store, number: int, pieces: Mapping[int, bytes]) -> bytes | None:
-        """Decide the round if `pieces` has the notes of all hosts, and return the decision."""
-        if len(pieces) < len(self._hosts):
-            return None
-        notes: list[Any] = [None] * sum(len(members) for members in self._hosts.values())
-        for host, members in self._hosts.items():
-            for member, note in zip(members, decode_notes(pieces[host]), strict=True):
-                notes[member] = note
-        return self._decide(store, number, COMPLETE + encode_notes(notes))
+    def read(self, store: Store, number: int) -> Log:
+        """Return the log of a round."""
+        # This reads in one exchange, and takes nothing for a key that is not there. `get` waits
+        # for the key in an exchange of its own.
+        log = bytes(store.compare_set(self._key(number, "log"), _NOTHING, _NOTHING))
+        return self.parse(b"" if log == _NOTHING.encode() else log)
+
+    def announce(self, store: Store, number: int, host: int) -> bytes | None:
+        """Make a host one that is told of the decision, and return it if there is one already."""
+        return self._append(store, number, _WAITS, host)
+
+    def wait(self, store: Store, number: int, host: int) -> bytes | None:
+        """Return the decision about a round, once the host that announced itself is told."""
+        told = self._key(number, f"told-{host}")
+        store.wait([told])
+        decision = self.read(store, number).decision
+        store.delete_key(told)
+        return decision
 
     def remove_old(self, store: Store, number: int) -> None:
-        """Remove the round that no rank can need once round `number` has been decided."""
+        """Remove the log that no rank can need once round `number` has been decided."""
         # A rank that has posted this round has collected all up to depth rounds before.
         over = number - Board.depth - 1
         if over > 0:
-            for what in ("notes", "count", "decision"):
-                store.delete_key(self._key(over, what))
+            store.delete_key(self._key(over, "log"))
 
-    def contributions(self, store: Store, number: int) -> dict[int, bytes]:
-        """Return what each host has contributed to a round so far."""
-        return _pieces(read_key(store, self._key(number, "notes")))
+    def release(self, store: Store, number: int, host: int) -> None:
+        """End a host's wait for a decision that all ranks know, and whose log has been removed."""
+        store.set(self._key(number, f"told-{host}"), "")
 
-    def wait(self, store: Store, number: int) -> bytes:
-        """Return the decision about a round, once it is there."""
-        return bytes(store.get(self._key(number, "decision")))
-
-    def release(self, store: Store, number: int) -> None:
-        """End every wait for a decision that all ranks know, and that has been removed."""
-        store.set(self._key(number, "decision"), "")
-        store.delete_key(self._key(number, "decision"))
-
-    def abort(self, store: Store, number: int, text: bytes) -> bytes:
+    def abort(self, store: Store, number: int, host: int, text: bytes) -> bytes:
         """Break a round with `text`, unless it is decided; return its decision, or the verdict.
 
         If the decision is a member's end, all agree on the verdict about it.
         """
-        decision = self._decide(store, number, VERDICT + text)
-        if decision[:1] == END:
+        decision = self._append(store, number, VERDICT, host, text)
+        if decision is None or decision[:1] == END:
             return bytes(store.compare_set(f"{self._prefix}/verdict", "", VERDICT + text))
         return decision
 
-    def end(self, store: Store, first: int, end: MemberEnd) -> None:
+    def end(self, store: Store, first: int, host: int, end: MemberEnd) -> None:
         """Make `end` the decision about the first round, from `first` on, that is not complete."""
-        decision = END + json.dumps(end).encode()
+        text = json.dumps(end).encode()
         for number in range(first, end.rounds + 2):
-            if self._decide(store, number, decision)[:1] != COMPLETE:
+            if (self._append(store, number, END, host, text) or END)[:1] != COMPLETE:
                 return
 
-    def _decide(self, store: Store, number: int, decision: bytes) -> bytes:
-        return bytes(store.compare_set(self._key(number, "decision"), "", decision))
+    def _append(
+        self, store: Store, number: int, kind: bytes, host: int, data: bytes = b""
+    ) -> bytes | None:
+        """Append an entry, and return the decision. If the entry decides, tell those that wait."""
+        store.append(self._key(number, "log"), _ENTRY.pack(kind, host, len(data)) + data)
+        log = self.read(store, number)
+        if log.decided_by == (kind, host):
+            for waiting in log.waiting:
+                store.set(self._key(number, f"told-{waiting}"), "")
+        return log.decision
+
+    def parse(self, data: bytes) -> Log:
+        """Return what a log says, up to the entry that decides its round."""
+        notes: dict[int, bytes] = {}
+        waiting: set[int] = set()
+        at = 0
+        while at < len(data):
+            kind, host, length = _ENTRY.unpack_from(data, at)
+            at += _ENTRY.size + length
+            content = data[at - length : at]
+            if kind == _WAITS:
+                waiting.add(host)
+            elif kind != _NOTES:
+                return Log(notes, kind + content, (kind, host), waiting)
+            else:
+                notes[host] = content
+                if len(notes) == len(self._hosts):
+                    return Log(notes, COMPLETE + self._merge(notes), (kind, host), waiting)
+        return Log(notes, None, None, waiting)
+
+    def _merge(self, notes: Mapping[int, bytes]) -> bytes:
+        """Return the notes of all members, from those of each host."""
+        texts = [b""] * sum(map(len, self._hosts.values()))
+        for host, members in self._hosts.items():
+            for member, text in zip(members, _decode(notes[host]), strict=True):
+                texts[member] = text
+        return _encode(texts)
 
     def _key(self, number: int, what: str) -> str:
         return f"{self._prefix}/{number}/{what}"
-
-
-def _pieces(data: bytes) -> dict[int, bytes]:
-    """Return the contribution of each host; the latest if there are two."""
-    found: dict[int, bytes] = {}
-    at = 0
-    while at + _PIECE.size <= len(data):
-        host, length = _PIECE.unpack_from(data, at)
-        at += _PIECE.size + length
-        found[host] = data[at - length : at]
-    return found

@@ -55,9 +55,11 @@ class HostState:
 
     # -- decisions ------------------------------------------------------------------------------
 
-    def publish_decision(self, number: int, decision: bytes) -> None:
-        """Write the decision about a round."""
-        self._write(self._entry(number), number, decision if len(decision) <= MOST else ELSEWHERE)
+    def publish_decision(self, number: int, decision: bytes) -> bool:
+        """Write the decision about a round; False if it is too large, and is read elsewhere."""
+        fits = len(decision) <= MOST
+        self._write(self._entry(number), number, decision if fits else ELSEWHERE)
+        return fits
 
     def decision(self, number: int) -> bytes | None:
         """Return the decision about a round, None if it is not known here."""

@@ -63,10 +63,6 @@ class State(NamedTuple):
         """Return the store's value of a key; empty if there is none."""
         return dict(self.store).get(key, b"")
 
-    def decision(self, number: int) -> bytes:
-        """Return the store's decision about a round; empty if there is none."""
-        return self.read(f"b/{number}/decision")
-
 
 class _Next(Exception):
     """A task has come to a request that has no answer yet."""
@@ -87,6 +83,8 @@ class _Store:
         def request(*arguments: Any) -> Any:
             if name == "check":  # and get: one request, whose answer is empty if there is no value
                 return "/left/" not in arguments[0][0]  # hosts end by death only
+            if name == "wait":  # a host begins with it once the key is there
+                return None
             if self.given < len(self._answers):
                 self.given += 1
                 return self._answers[self.given - 1]
@@ -105,19 +103,22 @@ class Model:
 
     def _run(self, host: int, number: int, store: Any, name: str, text: str = "") -> Any:
         """Run a task of a host about round `number`, and return the decision that it learns."""
-        if name in ("contribute", "look"):
-            if name == "contribute":
-                decision = self._decisions.contribute(store, number, host, [NOTE])
-            else:  # the host that was counted last may have died before it decided
-                pieces = self._decisions.contributions(store, number)
-                decision = self._decisions.complete(store, number, pieces)
-            if decision is not None:
-                self._decisions.remove_old(store, number)
-            return decision
+        if name == "contribute":
+            return self._decisions.contribute(store, number, host, [NOTE])
+        if name == "look":  # the host whose entry decided may have died before it told this one
+            return self._decisions.read(store, number).decision
+        if name == "announce":
+            return self._decisions.announce(store, number, host)
+        if name == "wait":
+            return self._decisions.wait(store, number, host)
         if name == "abort":
-            return self._decisions.abort(store, number, text.encode())
+            return self._decisions.abort(store, number, host, text.encode())
         end = _decisions.MemberEnd(host, number, "failed", failure=f"host {host} was cut off")
-        return self._decisions.end(store, number, end)
+        return self._decisions.end(store, number, host, end)
+
+    def _decision(self, state: State, number: int) -> bytes:
+        """Return the decision about a round; empty if there is none."""
+        return self._decisions.parse(state.read(f"b/{number}/log")).decision or b""
 
     def steps(self, state: State) -> Iterator[tuple[str, State]]:
         """Yield what may happen next, and the state after it."""
@@ -156,10 +157,11 @@ class Model:
 
     def _wait(self, state: State, number: int, host: Host) -> Iterator[tuple[str, State]]:
         """Yield what a host may do that waits for the decision about its round."""
-        decision = state.decision(host.posted)
-        if decision:
-            yield "learns the decision", self._learn(state, number, decision)
-            return
+        round_key = f"b/{host.posted}"
+        if number not in self._decisions.parse(state.read(f"{round_key}/log")).waiting:
+            yield "announces its wait", state.change(number, task=("announce",))
+        elif f"{round_key}/told-{number}" in dict(state.store):
+            yield "is told", state.change(number, task=("wait",))
         for other, it in enumerate(state.hosts):
             if not (it.alive and it.link):  # its heartbeat is missed
                 yield "looks", state.change(number, task=("look",))
@@ -185,7 +187,7 @@ class Model:
         if passed > posted:
             return f"round {passed} was passed, and a host has not posted to it"
         for number in range(1, passed + 1):
-            if state.decision(number)[:1] != _decisions.COMPLETE:
+            if self._decision(state, number)[:1] != _decisions.COMPLETE:
                 return f"round {passed} was passed, and round {number} is not complete"
         verdicts = {h.raised for h in hosts} - {"", CUT}
         if len(verdicts) > 1:
@@ -352,9 +354,14 @@ def _answer(
     elif name == "add":
         value = int(value or b"0") + data[0]
         keys[key] = b"%d" % value
-    elif name == "compare_set":
-        assert not data[0]
+    elif name == "set":
+        keys[key] = data[0]
+    elif name == "delete_key":
+        keys.pop(key, None)
+    elif name == "compare_set" and not data[0]:
         value = keys.setdefault(key, data[1])
+    elif name == "compare_set":  # a read
+        value = value or data[0]
     return value, keys
 
 
