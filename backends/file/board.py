@@ -44,7 +44,9 @@ YIELD_FOR = 0.0005  #: seconds of yielding before sleeping
 FIRST_NAP, LONGEST_NAP = 0.002, 0.05  #: seconds of sleep, in case no rank wakes this one
 NAPS = 5  #: after so many it asks who has ended, in case that came before it slept
 _MOST_KNOWN = 4096
-_LONG = 0.001  # seconds; among themselves, ranks wait for microseconds
+# Seconds. Among themselves, ranks wait for microseconds, and for a millisecond while others copy a
+# piece of an array. Another process keeps a processor for a time slice.
+_LONG = 0.002
 _LONG_WEIGHT, _LIMIT = 3, 12  # a long wait counts as much as three short ones; when to sleep
 _FEWEST, _MOST = 16, 256  # waits that sleep before yielding is tried again
 _WIDTH = WORD.size
