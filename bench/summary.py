@@ -39,7 +39,26 @@ def lines(sections: Sections) -> list[str]:
         "## Where peers are faster",
         "",
         *(lost(sections) or ["In none of the measurements."]),
+        "",
+        *WHY,
     ]
+
+
+#: What limits the calls for which a peer is faster.
+WHY = [
+    "Small arrays: after a call of ours, each rank knows that all ranks came. So a barrier is",
+    "its floor, in Python. `Bcast` of MPICH waits for no receiver: it takes less time than",
+    "`Barrier`.",
+    "",
+    "A load into a model in use reads the file once to verify it, and once more into the",
+    "model. So a damaged file changes nothing, and no second copy of the model is in memory.",
+    "The floor is two reads.",
+    "",
+    "Two hosts: a round is one exchange with the store, made by a thread beside the rank,",
+    "because no signal and no deadline ends a wait inside of torch. Here two ranks, their",
+    "threads and the store share two processors. An array takes two more rounds around its",
+    "transfer, so that a lost rank is named.",
+]
 
 
 def table(sections: Sections) -> list[str]:

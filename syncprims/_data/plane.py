@@ -18,7 +18,7 @@ from syncprims._protocol.rounds import Rounds
 from syncprims.interface import Note, Window
 
 from . import FEW_MEMBERS, LARGE, ONE_PIECE, ONE_ROUND, ONE_ROUND_OF_MANY, Value
-from .arrays import LINE
+from .arrays import LINE, library_of
 from .layouts import ArrayLayout, Layout, key_of, make_layout, read_layout
 from .transport import EngineTransport, SharedMemoryTransport, Transport
 
@@ -135,6 +135,8 @@ class DataPlane:
         return layout, packed, self.calls.get((id(note), id(layout)))
 
     def _add_layout(self, key: Hashable, value: Value) -> Layout | None:
+        if not self._small_slot and library_of(value) is None:
+            return None  # only an array has another place than the small window
         made = make_layout(value, self.count, self._small_slot)
         is_large = isinstance(made, ArrayLayout) and made.spec.nbytes >= LARGE
         if made is None or not (self.is_small(made) or (is_large and self.transport())):
