@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
@@ -79,12 +80,13 @@ def _check_script(options: Options, shared: bool) -> None:
     if script in ("-", "/dev/stdin") and shared:
         what = f"{script} is the standard input, which only rank 0 reads"
         raise ConfigurationError(f"{what}: write the script to a file, or start one rank")
+    if re.fullmatch(r"python[\d.]*t?", Path(script).name):
+        what = f"{script} is no script: name the script without Python, which starts it in any case"
+        raise ConfigurationError(what)
     if script == "-" or Path(script).exists():
         return
     hint = f"; is it a module, -m {script}?"
-    if script.startswith("python"):
-        hint = ": name the script without Python, which starts it in any case"
-    elif script.endswith(".py"):
+    if script.endswith(".py"):
         hint = ""
         with contextlib.suppress(FileNotFoundError):  # the directory has been removed
             hint = f" in {Path.cwd()}"

@@ -57,7 +57,8 @@ def test_a_run_that_was_written_down_starts(tmp_path: Path, clean: dict[str, str
     ("line", "words"),
     [
         (["gone.py"], "there is no file gone.py in "),
-        (["python", "tell.py"], "there is no file python: name the script without Python"),
+        (["python", "tell.py"], "python is no script: name the script without Python"),
+        ([sys.executable, "tell.py"], " is no script: name the script without Python"),
         (["pytest"], "is it a module, -m pytest?"),
         (["/dev/stdin"], "/dev/stdin is the standard input"),
         (["-m", "gone.part"], "there is no module 'gone.part' here, nor in "),
