@@ -275,7 +275,7 @@ class TwoLevelBoard(Board):
             self._awaited = number
             try:
                 decision = self.decisions.announce(store, number, host)
-                if decision is None and self.collected < number:
+                if decision is None:  # whoever decides the round tells this host from now on
                     decision = self.decisions.wait(store, number, host)
                 if decision is not None:
                     self._share(number, decision)

@@ -308,8 +308,9 @@ def test_messages_grow_with_hosts_only(ranks: int, hosts: int, meeting_place: Pa
     asked = sum(count for count, _ in results) / ROUNDS
     # On a busy machine, each rank that has waited for 20 ms does what another may have failed to.
     late = ranks * max(took for _, took in results) / ROUNDS / 0.02
-    # Each host brings (append, add) and waits (get); the last one settles and tidies (5 more).
-    assert 3 * hosts + 4 <= asked <= 4.5 * hosts + 7 + late
+    # Each host appends and reads. Together they look at most 16 times. Who waits for longer says so
+    # (append, read), and is told (wait, read, delete, and the teller's set). One removes a log.
+    assert 2 * hosts <= asked <= 8 * hosts + 17 + late
 
 
 def test_a_store_does_not_grow(meeting_place: Path) -> None:
