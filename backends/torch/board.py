@@ -32,7 +32,17 @@ from ..file.board import (
 from ..file.description import HostReport
 from ..file.liveness import Liveness
 from ..file.memory import make_fence
-from .decisions import COMPLETE, END, VERDICT, Decisions, MemberEnd, Store, decode_notes, read_key
+from .decisions import (
+    COMPLETE,
+    END,
+    VERDICT,
+    Decisions,
+    Log,
+    MemberEnd,
+    Store,
+    decode_notes,
+    read_key,
+)
 from .engines import GlooEngine
 from .host_state import ELSEWHERE, Heartbeat, HostState
 from .rendezvous import Placement
@@ -142,8 +152,10 @@ class TwoLevelBoard(Board):
         self._fence()
         if self.local.is_full(number):
             self._contribute(number)
+        if self._waiting_for == number:  # a look for a verdict came before, and is no wait for it
+            self._waiting_for = 0
 
-    def _contribute(self, number: int) -> None:
+    def _contribute(self, number: int, *, again: bool = False) -> None:
         notes = self.local.notes(number)
         if self._state.cut.verdict(number) is not None:
             return  # this host will never pass the round, and the others need not either
@@ -151,8 +163,18 @@ class TwoLevelBoard(Board):
             return
         self._contributed[number] = self.now()
 
+        host = self._connection.host
+
         def contribute(store: Store) -> None:
-            decision = self.decisions.contribute(store, number, self._connection.host, notes)
+            if self.collected >= number:
+                return  # its log may have been removed
+            if again:  # most likely another rank has done it, and the log shall not grow
+                log = self.decisions.read(store, number)
+                if host in log.notes:
+                    self._state.contributed = number
+                    self._tell(store, number, log)
+                    return
+            decision = self.decisions.contribute(store, number, host, notes)
             self._state.contributed = number
             if decision is not None:
                 self._share(number, decision)  # first: ranks wait for it
@@ -223,8 +245,7 @@ class TwoLevelBoard(Board):
         awaited = self._awaited
         if awaited and awaited + self.depth < number:
             # This rank waits for a decision that it knows, and that may have been removed.
-            host = self._connection.host
-            self._connection.requests.submit(lambda s: self.decisions.release(s, awaited, host))
+            self._connection.requests.submit(lambda store: self.decisions.release(store, awaited))
         return notes
 
     def _begin_wait(self, number: int, now: float) -> None:
@@ -242,7 +263,7 @@ class TwoLevelBoard(Board):
         late = waited >= _CONTRIBUTE_ANYWAY and self._state.contributed < number
         due = number <= self.posted and (late or waited >= _CONTRIBUTE_AGAIN)
         if due and self.local.is_full(number):
-            self._contribute(number)
+            self._contribute(number, again=True)
         others = self._state.waiting_before(number)
         if waited < (_ASK_ANYWAY * 2 ** min(others, 5) if others else _ASK):
             return
@@ -271,12 +292,11 @@ class TwoLevelBoard(Board):
         def wait(store: Store) -> None:
             if self._asked_for != number or self.collected >= number:
                 return  # known meanwhile, and soon removed
-            host = self._connection.host
             self._awaited = number
             try:
-                decision = self.decisions.announce(store, number, host)
+                decision = self.decisions.announce(store, number, self._connection.host)
                 if decision is None:  # whoever decides the round tells this host from now on
-                    decision = self.decisions.wait(store, number, host)
+                    decision = self.decisions.wait(store, number)
                 if decision is not None:
                     self._share(number, decision)
             finally:
@@ -291,6 +311,12 @@ class TwoLevelBoard(Board):
                 self._elsewhere[number] = decision
             self._connection.wake_host()
 
+    def _tell(self, store: Store, number: int, log: Log) -> None:
+        """Publish the decision in a log, if there is one; its host may have been stopped before."""
+        if log.decision is not None:
+            self._share(number, log.decision)
+            self.decisions.tell(store, number, log)
+
     # -- what is known of the others ------------------------------------------------------------
 
     def _look_around(self, store: Store, number: int, here: Mapping[int, Status]) -> None:
@@ -298,8 +324,7 @@ class TwoLevelBoard(Board):
         connection = self._connection
         log = self.decisions.read(store, number)
         if log.decision is not None:
-            # The host whose entry decided is stopped or gone, or could not tell this one.
-            self._share(number, log.decision)
+            self._tell(store, number, log)
             self.decisions.remove_old(store, number)
             return
         seen: dict[str, list[Any]] = {}

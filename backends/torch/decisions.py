@@ -7,9 +7,10 @@ or the end of a member without which it cannot complete, comes before. So every 
 log finds the same *decision*, and no decision ever changes. Everything may be done twice: a host
 that contributes twice counts once.
 
-A host that has found no decision after some looks appends that it waits. The host whose entry
-decides the round tells those that wait. So a round in which all hosts come together costs a host
-one exchange, and one of them also removes an old log. The number of ranks does not matter.
+A host that has found no decision after some looks appends that it waits, and sleeps until a second
+key, *told*, is there. The host whose entry decides the round sets that if anyone waits. So a round
+in which all hosts come together costs a host one exchange, and one of them also removes an old log.
+The number of ranks does not matter.
 
 The log of a round is removed once no rank can need it any more, so the store does not grow.
 """
@@ -32,6 +33,7 @@ _SIZES = struct.Struct("<II")  # distinct notes, members
 _LENGTH = struct.Struct("<I")
 _ENTRY = struct.Struct("<cII")  # kind, host, length
 _NOTHING = "-"  # what no log contains
+_REMEMBERED = 2 * Board.depth
 
 
 class Store(Protocol):
@@ -121,6 +123,7 @@ class Decisions:
         """
         self._prefix = prefix
         self._hosts = hosts
+        self._untold = [0] * _REMEMBERED  # rounds that were decided, and for which nobody waited
 
     def contribute(
         self, store: Store, number: int, host: int, notes: Sequence[Note]
@@ -132,20 +135,25 @@ class Decisions:
         """Return the log of a round."""
         # This reads in one exchange, and takes nothing for a key that is not there. `get` waits
         # for the key in an exchange of its own.
-        log = bytes(store.compare_set(self._key(number, "log"), _NOTHING, _NOTHING))
-        return self.parse(b"" if log == _NOTHING.encode() else log)
+        data = bytes(store.compare_set(self._key(number, "log"), _NOTHING, _NOTHING))
+        log = self.parse(b"" if data == _NOTHING.encode() else data)
+        if log.decision is not None and not log.waiting:
+            self._untold[number % _REMEMBERED] = number
+        return log
 
     def announce(self, store: Store, number: int, host: int) -> bytes | None:
         """Make a host one that is told of the decision, and return it if there is one already."""
         return self._append(store, number, _WAITS, host)
 
-    def wait(self, store: Store, number: int, host: int) -> bytes | None:
-        """Return the decision about a round, once the host that announced itself is told."""
-        told = self._key(number, f"told-{host}")
-        store.wait([told])
-        decision = self.read(store, number).decision
-        store.delete_key(told)
-        return decision
+    def wait(self, store: Store, number: int) -> bytes | None:
+        """Return the decision about a round, once those that have announced a wait are told."""
+        store.wait([self._key(number, "told")])
+        return self.read(store, number).decision
+
+    def tell(self, store: Store, number: int, log: Log) -> None:
+        """Wake those that wait for the decision that the log of a round contains."""
+        if log.waiting:
+            store.set(self._key(number, "told"), "")
 
     def remove_old(self, store: Store, number: int) -> None:
         """Remove the log that no rank can need once round `number` has been decided."""
@@ -153,10 +161,13 @@ class Decisions:
         over = number - Board.depth - 1
         if over > 0:
             store.delete_key(self._key(over, "log"))
+            if self._untold[over % _REMEMBERED] != over:
+                store.delete_key(self._key(over, "told"))
 
-    def release(self, store: Store, number: int, host: int) -> None:
-        """End a host's wait for a decision that all ranks know, and whose log has been removed."""
-        store.set(self._key(number, f"told-{host}"), "")
+    def release(self, store: Store, number: int) -> None:
+        """End every wait for a decision that all ranks know, and whose log has been removed."""
+        store.set(self._key(number, "told"), "")
+        store.delete_key(self._key(number, "told"))
 
     def abort(self, store: Store, number: int, host: int, text: bytes) -> bytes:
         """Break a round with `text`, unless it is decided; return its decision, or the verdict.
@@ -182,8 +193,7 @@ class Decisions:
         store.append(self._key(number, "log"), _ENTRY.pack(kind, host, len(data)) + data)
         log = self.read(store, number)
         if log.decided_by == (kind, host):
-            for waiting in log.waiting:
-                store.set(self._key(number, f"told-{waiting}"), "")
+            self.tell(store, number, log)
         return log.decision
 
     def parse(self, data: bytes) -> Log:

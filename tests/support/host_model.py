@@ -105,12 +105,15 @@ class Model:
         """Run a task of a host about round `number`, and return the decision that it learns."""
         if name == "contribute":
             return self._decisions.contribute(store, number, host, [NOTE])
-        if name == "look":  # the host whose entry decided may have died before it told this one
-            return self._decisions.read(store, number).decision
+        if name == "look":  # the host whose entry decided may have died before it told the others
+            log = self._decisions.read(store, number)
+            if log.decision is not None:
+                self._decisions.tell(store, number, log)
+            return log.decision
         if name == "announce":
             return self._decisions.announce(store, number, host)
         if name == "wait":
-            return self._decisions.wait(store, number, host)
+            return self._decisions.wait(store, number)
         if name == "abort":
             return self._decisions.abort(store, number, host, text.encode())
         end = _decisions.MemberEnd(host, number, "failed", failure=f"host {host} was cut off")
@@ -160,7 +163,7 @@ class Model:
         round_key = f"b/{host.posted}"
         if number not in self._decisions.parse(state.read(f"{round_key}/log")).waiting:
             yield "announces its wait", state.change(number, task=("announce",))
-        elif f"{round_key}/told-{number}" in dict(state.store):
+        elif f"{round_key}/told" in dict(state.store):
             yield "is told", state.change(number, task=("wait",))
         for other, it in enumerate(state.hosts):
             if not (it.alive and it.link):  # its heartbeat is missed
@@ -356,8 +359,6 @@ def _answer(
         keys[key] = b"%d" % value
     elif name == "set":
         keys[key] = data[0]
-    elif name == "delete_key":
-        keys.pop(key, None)
     elif name == "compare_set" and not data[0]:
         value = keys.setdefault(key, data[1])
     elif name == "compare_set":  # a read
