@@ -118,6 +118,7 @@ class TwoLevelBoard(Board):
         self._elsewhere: dict[int, bytes] = {}  # decisions that are too large for the host state
         self._last: dict[int, Label] = {}  # of the last round, by member
         self._asked_for = 0  # the latest round whose decision this rank has requested
+        self._asks_now = 0  # the round for which it does not wait any longer before it asks
         self._awaited = 0  # the round that the link's thread waits for now; 0: none
         self._contributed: dict[int, float] = {}  # by this rank: rounds, and when
         self._waiting_for, self._waiting_since = 0, 0.0
@@ -184,6 +185,9 @@ class TwoLevelBoard(Board):
                 if (decision := self.decisions.read(store, number).decision) is not None:
                     self._share(number, decision)
                     return
+            # If hosts in turn come too late for these looks, each would wait until it asks.
+            self._asks_now = number
+            self._connection.wake_host()
 
         self._connection.requests.submit(contribute)
 
@@ -265,7 +269,8 @@ class TwoLevelBoard(Board):
         if due and self.local.is_full(number):
             self._contribute(number, again=True)
         others = self._state.waiting_before(number)
-        if waited < (_ASK_ANYWAY * 2 ** min(others, 5) if others else _ASK):
+        patience = _ASK_ANYWAY * 2 ** min(others, 5) if others else _ASK
+        if waited < patience and self._asks_now != number:
             return
         self._request_decision(number)
         if now >= self._next_look and self._connection.requests.idle:
