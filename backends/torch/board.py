@@ -52,7 +52,7 @@ _CONTRIBUTE_ANYWAY = 0.02  # seconds until a waiting rank does what the last to 
 _CONTRIBUTE_AGAIN = 1.0  # and until a contribution may have been lost
 # Looks at a round's log after a contribution, of all hosts together: so often the others come soon.
 _LOOKS = 16
-_ASK = 0.002  # seconds after which a waiting rank asks to be told
+_ASK = 0.002  # seconds after which a waiting rank announces its wait
 # Seconds after which a rank asks the store, too, if one before it should have; doubled each time.
 _ASK_ANYWAY = 1.0
 _FIRST_LOOK, _LONGEST_LOOK = 0.05, 1.0  # between two looks at the hosts that are missing
@@ -118,7 +118,7 @@ class TwoLevelBoard(Board):
         self._elsewhere: dict[int, bytes] = {}  # decisions that are too large for the host state
         self._last: dict[int, Label] = {}  # of the last round, by member
         self._asked_for = 0  # the latest round whose decision this rank has requested
-        self._asks_now = 0  # the round for which it does not wait any longer before it asks
+        self._announces_now = 0  # the round for which it announces its wait without a pause
         self._awaited = 0  # the round that the link's thread waits for now; 0: none
         self._contributed: dict[int, float] = {}  # by this rank: rounds, and when
         self._waiting_for, self._waiting_since = 0, 0.0
@@ -169,11 +169,11 @@ class TwoLevelBoard(Board):
         def contribute(store: Store) -> None:
             if self.collected >= number:
                 return  # its log may have been removed
-            if again:  # most likely another rank has done it, and the log shall not grow
+            if again:  # most likely another rank has done it, and the log should not grow
                 log = self.decisions.read(store, number)
                 if host in log.notes:
                     self._state.contributed = number
-                    self._tell(store, number, log)
+                    self._share_decision_of(store, number, log)
                     return
             decision = self.decisions.contribute(store, number, host, notes)
             self._state.contributed = number
@@ -185,8 +185,8 @@ class TwoLevelBoard(Board):
                 if (decision := self.decisions.read(store, number).decision) is not None:
                     self._share(number, decision)
                     return
-            # If hosts in turn come too late for these looks, each would wait until it asks.
-            self._asks_now = number
+            # At once: hosts that in turn come too late for these looks would lose 2 ms each time.
+            self._announces_now = number
             self._connection.wake_host()
 
         self._connection.requests.submit(contribute)
@@ -270,7 +270,7 @@ class TwoLevelBoard(Board):
             self._contribute(number, again=True)
         others = self._state.waiting_before(number)
         patience = _ASK_ANYWAY * 2 ** min(others, 5) if others else _ASK
-        if waited < patience and self._asks_now != number:
+        if waited < patience and self._announces_now != number:
             return
         self._request_decision(number)
         if now >= self._next_look and self._connection.requests.idle:
@@ -300,7 +300,7 @@ class TwoLevelBoard(Board):
             self._awaited = number
             try:
                 decision = self.decisions.announce(store, number, self._connection.host)
-                if decision is None:  # whoever decides the round tells this host from now on
+                if decision is None:  # the host that decides the round will notify this one
                     decision = self.decisions.wait(store, number)
                 if decision is not None:
                     self._share(number, decision)
@@ -316,11 +316,11 @@ class TwoLevelBoard(Board):
                 self._elsewhere[number] = decision
             self._connection.wake_host()
 
-    def _tell(self, store: Store, number: int, log: Log) -> None:
+    def _share_decision_of(self, store: Store, number: int, log: Log) -> None:
         """Publish the decision in a log, if there is one; its host may have been stopped before."""
         if log.decision is not None:
             self._share(number, log.decision)
-            self.decisions.tell(store, number, log)
+            self.decisions.notify(store, number, log)
 
     # -- what is known of the others ------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class TwoLevelBoard(Board):
         connection = self._connection
         log = self.decisions.read(store, number)
         if log.decision is not None:
-            self._tell(store, number, log)
+            self._share_decision_of(store, number, log)
             self.decisions.remove_old(store, number)
             return
         seen: dict[str, list[Any]] = {}

@@ -8,9 +8,9 @@ log finds the same *decision*, and no decision ever changes. Everything may be d
 that contributes twice counts once.
 
 A host that has found no decision after some looks appends that it waits, and sleeps until a second
-key, *told*, is there. The host whose entry decides the round sets that if anyone waits. So a round
-in which all hosts come together costs a host one exchange, and one of them also removes an old log.
-The number of ranks does not matter.
+key is there, which notifies it. The host whose entry decides the round sets that key if any host
+waits. So a round in which all hosts come together costs a host one exchange, and one of them also
+removes an old log. The number of ranks does not matter.
 
 The log of a round is removed once no rank can need it any more, so the store does not grow.
 """
@@ -123,7 +123,7 @@ class Decisions:
         """
         self._prefix = prefix
         self._hosts = hosts
-        self._untold = [0] * _REMEMBERED  # rounds that were decided, and for which nobody waited
+        self._quiet = [0] * _REMEMBERED  # rounds that were decided, and for which nobody waited
 
     def contribute(
         self, store: Store, number: int, host: int, notes: Sequence[Note]
@@ -138,22 +138,22 @@ class Decisions:
         data = bytes(store.compare_set(self._key(number, "log"), _NOTHING, _NOTHING))
         log = self.parse(b"" if data == _NOTHING.encode() else data)
         if log.decision is not None and not log.waiting:
-            self._untold[number % _REMEMBERED] = number
+            self._quiet[number % _REMEMBERED] = number
         return log
 
     def announce(self, store: Store, number: int, host: int) -> bytes | None:
-        """Make a host one that is told of the decision, and return it if there is one already."""
+        """Announce that a host waits for the decision, and return it if there is one already."""
         return self._append(store, number, _WAITS, host)
 
     def wait(self, store: Store, number: int) -> bytes | None:
-        """Return the decision about a round, once those that have announced a wait are told."""
-        store.wait([self._key(number, "told")])
+        """Return the decision about a round, once the hosts that wait are notified."""
+        store.wait([self._key(number, "decided")])
         return self.read(store, number).decision
 
-    def tell(self, store: Store, number: int, log: Log) -> None:
+    def notify(self, store: Store, number: int, log: Log) -> None:
         """Wake those that wait for the decision that the log of a round contains."""
         if log.waiting:
-            store.set(self._key(number, "told"), "")
+            store.set(self._key(number, "decided"), "")
 
     def remove_old(self, store: Store, number: int) -> None:
         """Remove the log that no rank can need once round `number` has been decided."""
@@ -161,13 +161,13 @@ class Decisions:
         over = number - Board.depth - 1
         if over > 0:
             store.delete_key(self._key(over, "log"))
-            if self._untold[over % _REMEMBERED] != over:
-                store.delete_key(self._key(over, "told"))
+            if self._quiet[over % _REMEMBERED] != over:
+                store.delete_key(self._key(over, "decided"))
 
     def release(self, store: Store, number: int) -> None:
         """End every wait for a decision that all ranks know, and whose log has been removed."""
-        store.set(self._key(number, "told"), "")
-        store.delete_key(self._key(number, "told"))
+        store.set(self._key(number, "decided"), "")
+        store.delete_key(self._key(number, "decided"))
 
     def abort(self, store: Store, number: int, host: int, text: bytes) -> bytes:
         """Break a round with `text`, unless it is decided; return its decision, or the verdict.
@@ -189,11 +189,11 @@ class Decisions:
     def _append(
         self, store: Store, number: int, kind: bytes, host: int, data: bytes = b""
     ) -> bytes | None:
-        """Append an entry, and return the decision. If the entry decides, tell those that wait."""
+        """Append an entry, and return the decision. If this entry decides, notify who waits."""
         store.append(self._key(number, "log"), _ENTRY.pack(kind, host, len(data)) + data)
         log = self.read(store, number)
         if log.decided_by == (kind, host):
-            self.tell(store, number, log)
+            self.notify(store, number, log)
         return log.decision
 
     def parse(self, data: bytes) -> Log:

@@ -105,10 +105,12 @@ class Model:
         """Run a task of a host about round `number`, and return the decision that it learns."""
         if name == "contribute":
             return self._decisions.contribute(store, number, host, [NOTE])
-        if name == "look":  # the host whose entry decided may have died before it told the others
+        if (
+            name == "look"
+        ):  # the host whose entry decided may have died before it notified the others
             log = self._decisions.read(store, number)
             if log.decision is not None:
-                self._decisions.tell(store, number, log)
+                self._decisions.notify(store, number, log)
             return log.decision
         if name == "announce":
             return self._decisions.announce(store, number, host)
@@ -152,7 +154,7 @@ class Model:
         ends_again = host.task[0] == "abort" and decision[:1] == _decisions.END
         assert not ends_again, "an abort ends with no verdict, and its host waits for ever"
         after = state.change(number, task=(), answers=())
-        if host.raised and host.task != ("end",):  # the others are told, now that the link is back
+        if host.raised and host.task != ("end",):  # the others learn it, now that the link is back
             after = after.change(number, task=("end",))
         elif decision and not host.raised:
             after = self._learn(after, number, decision)
@@ -163,8 +165,8 @@ class Model:
         round_key = f"b/{host.posted}"
         if number not in self._decisions.parse(state.read(f"{round_key}/log")).waiting:
             yield "announces its wait", state.change(number, task=("announce",))
-        elif f"{round_key}/told" in dict(state.store):
-            yield "is told", state.change(number, task=("wait",))
+        elif f"{round_key}/decided" in dict(state.store):
+            yield "is notified", state.change(number, task=("wait",))
         for other, it in enumerate(state.hosts):
             if not (it.alive and it.link):  # its heartbeat is missed
                 yield "looks", state.change(number, task=("look",))

@@ -309,7 +309,7 @@ def test_messages_grow_with_hosts_only(ranks: int, hosts: int, meeting_place: Pa
     # On a busy machine, each rank that has waited for 20 ms does what another may have failed to.
     late = ranks * max(took for _, took in results) / ROUNDS / 0.02
     # Each host appends and reads. Together they look at most 16 times. Who waits for longer says so
-    # (append, read), and is told (wait, read, delete, and the teller's set). One removes a log.
+    # (append, read), and is notified (wait, read, delete, and the other's set). One removes a log.
     assert 2 * hosts <= asked <= 8 * hosts + 17 + late
 
 
