@@ -182,10 +182,12 @@ def test_processes(tmp_path):
 
 
 def spawn_another(queue):
-    process = mp.get_context("spawn").Process(target=queue.put, args=(os.getpid(),))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    put, get = queue.put, queue.get
+    for function, *args in ((put, 0), (get,), (sys.exit, 0), (put, os.getpid())):
+        process = mp.get_context("spawn").Process(target=function, args=args)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
@@ -424,7 +426,9 @@ from concurrent.futures import ProcessPoolExecutor
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -493,6 +497,31 @@ def test_the_worker_of_a_pool(what, error, tmp_path):
         tasks = [(rank, f"file://{tmp_path}/store", what) for rank in range(2)]
         with pytest.raises(Exception, match=error):
             pool.starmap(join_and, tasks, chunksize=1)
+
+
+def return_after(rank, url, what):
+    join(rank, url)
+    dist.barrier()
+    what[rank]()
+    return rank
+
+
+def test_a_worker_is_lost_and_the_others_return(tmp_path):
+    with mp.get_context("spawn").Pool(2) as pool:
+        url = f"file://{tmp_path}/store"
+        calls = [(rank, url, (int, die)) for rank in range(2)]
+        first, second = [pool.apply_async(return_after, call) for call in calls]
+        assert first.get() == 0
+        with pytest.raises(RuntimeError, match="rank 1: killed by SIGKILL"):
+            second.get()
+
+
+def test_a_worker_ends_after_its_task(tmp_path):
+    with mp.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
+        url = f"file://{tmp_path}/store"
+        what = partial(time.sleep, 0.5), int  # one ends while the other has its task
+        tasks = [(rank, f"{url}-{run}", what) for run in range(2) for rank in range(2)]
+        assert pool.starmap(return_after, tasks, chunksize=1) == [0, 1, 0, 1]
 
 
 def test_the_worker_of_an_executor(tmp_path):
@@ -587,10 +616,10 @@ def test_bugs_of_a_suite_are_named(tmp_path: Path) -> None:
     (tmp_path / "test_bugs.py").write_text(BUGS)
     out = run_pytest(tmp_path, "--syncprims-worlds")
     if has_continuous_test():
-        assert "1 failed, 13 passed" in out, out
+        assert "1 failed, 15 passed" in out, out
         assert "rank 0: no call: its launcher" in out, out
     else:
-        assert "13 passed" in out, out
+        assert "15 passed" in out, out
 
 
 HABITS = """

@@ -73,12 +73,13 @@ _atexit: Any = atexit
 _spawn: Any = _standard.popen_spawn_posix.Popen
 _SERVED = {"gloo", "nccl", "undefined"}
 _ELASTIC = "torch.distributed.elastic.multiprocessing.api"
+_POOL = "multiprocessing.pool"
 #: In a queue that these read, the worker of a pool of processes waits for its next task.
 _WORKERS = {
-    "concurrent.futures.process", "multiprocessing.pool",
-    "torch.testing._internal.common_distributed",
+    "concurrent.futures.process", _POOL, "torch.testing._internal.common_distributed",
 }  # fmt: skip
 _LATER = 0.3  # seconds
+_LONGEST_NEWS = 3.0  # seconds in which the ranks of a pool say why one of them was lost
 _TO_OPEN = 0.05  # seconds in which a new store listens
 _LONGEST = 300.0  # seconds that ranks await the others at the start
 _LOG = "log"  # a line for each group: why it was left to torch, or nothing
@@ -183,19 +184,20 @@ class SuiteProcesses(Suites):
             handle_workers.__func__(cls, tasks, queue, *args)
 
         def join(workers: list[Any]) -> Any:
-            lost: list[RuntimeError] = []
+            until = time.monotonic() + _LONGEST_NEWS
             for worker in workers:
-                if worker.exitcode is not None:
-                    with contextlib.suppress(OSError):  # it was no rank, or the session is over
-                        rank = (self._folder / f"rank-{worker.pid}").read_text()
-                        lost.append(RuntimeError(f"rank {rank}: {describe_exit(worker.exitcode)}"))
-            if lost:
-                time.sleep(_LATER)  # the other ranks say more
-            tasks = [*tasks_of[id(workers)].values()]
-            for error in lost:
-                for task in tasks:
-                    if isinstance(task, _standard.pool.MapResult) or len(tasks) == len(lost):
-                        task._set(0, (False, error))
+                if worker.exitcode is None:
+                    continue
+                with contextlib.suppress(OSError, ValueError):  # in no task, or as it began one
+                    note = (self._folder / f"task-{worker.pid}").read_text()
+                    rank, job, part = map(int, note.split())
+                    task: Any = tasks_of[id(workers)].get(job)
+                    if isinstance(task, _standard.pool.MapResult):  # it raises the first error
+                        while task._success and task._number_left > 1 and time.monotonic() < until:
+                            time.sleep(0.01)  # the other ranks say more
+                    if task is not None:
+                        error = RuntimeError(f"rank {rank}: {describe_exit(worker.exitcode)}")
+                        task._set(part, (False, error))
             return join_workers.__func__(workers)
 
         handle_workers = self._replace(pool, "_handle_workers", classmethod(handle))
@@ -369,6 +371,7 @@ def _prepare(before: Callable[[Any], None], seeds: list[Callable[[], Any]], data
 # -- in a process ----------------------------------------------------------------------------------
 
 _kept: list[Any] = []  # until this process ends; empty in one that is not served
+_task: list[int] = []  # of a pool, that this process does: its job, and which part of that
 _spawned: list[int] = []  # this process, if its parent would have spawned it
 _checks = contextlib.ExitStack()  # of groups and of DDP's parameters, in the present world
 
@@ -423,7 +426,8 @@ def _serve(folder: Path) -> contextlib.ExitStack:
             (module, "_new_process_group_helper", make),
             (sys, "exit", _report_before(sys.exit)),
             (event, "wait", _leave_before(event.wait)),
-            *((queue, "get", _idle_during(queue.get)) for queue in queues),
+            (queues[1], "put", _end_task_before(folder, queues[1].put)),
+            *((queue, "get", _idle_during(folder, queue.get)) for queue in queues),
         )
     )
     return stack
@@ -449,6 +453,7 @@ def _shut_down(find_group: Callable[[], Any], rank: int, closed: Path | None) ->
 def _report_before(exit_: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
     """Return `sys.exit`, before which a rank reports what its launcher has caught."""
 
+    @functools.wraps(exit_)
     def report_and_exit(status: str | int | None = None, /) -> NoReturn:
         """Launchers show the failure of the process that ends first: a consequence comes later."""
         error, world = sys.exc_info()[1], runtime.find_world()
@@ -467,6 +472,7 @@ def _leave_before(wait: Callable[..., bool]) -> Callable[..., bool]:
     There it has returned, and waits until all workers have. One of them may wait for this one.
     """
 
+    @functools.wraps(wait)
     def leave_and_wait(event: object, timeout: float | None = None) -> bool:
         world, caller = runtime.find_world(), sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         if world is not None and caller.f_globals.get("__name__") == _ELASTIC:
@@ -476,24 +482,54 @@ def _leave_before(wait: Callable[..., bool]) -> Callable[..., bool]:
     return leave_and_wait
 
 
-def _idle_during(get: Callable[..., Any]) -> Callable[..., Any]:
+def _idle_during(folder: Path, get: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method of a queue, in which the worker of a pool is a rank that waits for a task.
 
     Another rank may wait for it, and the pool for that one.
     """
 
+    @functools.wraps(get)
     def idle_and_get(queue: object, *args: Any, **named: Any) -> Any:
         world, caller = runtime.find_world(), sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-        if world is None or caller.f_globals.get("__name__") not in _WORKERS:
+        module = caller.f_globals.get("__name__")
+        if module not in _WORKERS:
             return get(queue, *args, **named)
-        deadlocks = world.background.deadlocks
-        deadlocks.begin_idle()
-        try:
-            return get(queue, *args, **named)
-        finally:
-            deadlocks.end_wait()
+        if world is None:
+            got = get(queue, *args, **named)
+        else:
+            deadlocks = world.background.deadlocks
+            deadlocks.begin_idle()
+            try:
+                got = get(queue, *args, **named)
+            finally:
+                deadlocks.end_wait()
+        if module == _POOL and got is not None:
+            _task[:] = got[:2]
+            if world is not None:
+                _note_task(folder, world.rank)
+        return got
 
     return idle_and_get
+
+
+def _note_task(folder: Path, rank: int) -> None:
+    """Note which task of a pool this rank does: with its process, the task would be lost."""
+    job, part = _task
+    (folder / f"task-{os.getpid()}").write_text(f"{rank} {job} {part}")
+
+
+def _end_task_before(folder: Path, put: Callable[..., None]) -> Callable[..., None]:
+    """Return the method of a queue, before which the worker of a pool has done its task."""
+
+    @functools.wraps(put)
+    def end_and_put(queue: object, item: object) -> None:
+        caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        if _task and caller.f_globals.get("__name__") == _POOL:
+            _task.clear()
+            (folder / f"task-{os.getpid()}").unlink(missing_ok=True)
+        put(queue, item)
+
+    return end_and_put
 
 
 def _log(folder: Path, line: str) -> None:
@@ -514,7 +550,8 @@ def _join(folder: Path, store: object, rank: int, size: int, limit: float) -> _W
     world = runtime.join_as(variables)
     if not rank:
         _log(folder, "")
-    (folder / f"rank-{os.getpid()}").write_text(str(rank))
+    if _task:
+        _note_task(folder, rank)
     path = folder / f"store-{variables['SYNCPRIMS_RUN_ID']}"
     comparison = ReplicaComparison(functools.partial(_shared, path))
     _checks.enter_context(before_ddp_forward(comparison.before_ddp_forward))
