@@ -63,9 +63,15 @@ def job(
         process.communicate(timeout=PATIENCE)
 
 
-def hangs(process: subprocess.Popen[str]) -> Any:
+def hangs(process: subprocess.Popen[str], name: str | None = "epoch end") -> Any:
+    """Return what is seen once rank 0 waits for rank 1 in the call of this name."""
     return await_report(
-        process.pid, lambda r: r.finding.waiting_for == [1] and r.finding.waited_s > NOTABLE
+        process.pid,
+        lambda r: (
+            r.finding.waiting_for == [1]
+            and r.finding.waited_s > NOTABLE
+            and r.ranks[0].name == name
+        ),
     )
 
 
@@ -157,10 +163,11 @@ def test_ranks_that_hang_in_collectives_of_torch_are_stuck(mode: str, tmp_path: 
         printed = command(str(started.pid), "--stuck-after", "1")
         started.terminate()
     assert printed.returncode == 3, printed
-    found = re.search(r"\n(.*) been in (\w+) of torch for 1", printed.stdout)
+    found = re.search(r"\n(.*) been in (\w+) of torch for ([0-9.]+) s", printed.stdout)
     assert found, printed
     first = {"all_reduce": "rank 0 has", "backward": "ranks [0, 2] have"}[mode]
-    assert found.groups() in [(first, mode), ("rank 2 has", "wait")]
+    assert found.groups()[:2] in [(first, mode), ("rank 2 has", "wait")]
+    assert float(found[3]) >= 1
     assert "\n  rank 1: sleeps in " in printed.stdout
     line = {"all_reduce": 13, "backward": 12}[mode]
     assert f"in <module> (job.py:{line}), in {mode} of torch" in printed.stdout
@@ -210,7 +217,7 @@ def test_a_rank_that_hangs_before_its_first_call_is_shown(tmp_path: Path) -> Non
         sp.barrier("start")
         """
     with job(tmp_path, RUN, textwrap.dedent(hangs_early)) as started:
-        seen = hangs(started)
+        seen = hangs(started, name=None)
         early = seen.ranks[1]
         assert early.state == "absent"
         assert early.pid is not None

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import pickle
+import re
 import signal
 import threading
 import time
@@ -244,14 +245,13 @@ def test_a_long_wait_says_whom_it_waits_for(world: Ranks, signs: Signs) -> None:
     limits = {"SYNCPRIMS_WARN_AFTER": "0.3", "SYNCPRIMS_DUMP_AFTER": "0.4"}
     *waiting, slow = world.run(program, **limits)
     assert slow == []
+    last = world.ranks - 1
     for lines in waiting:
-        assert lines[0].startswith(f"still waiting for ranks [{world.ranks - 1}] at barrier 'epoch")
-        assert (
-            f"rank {world.ranks - 1} was last seen at barrier 'before' (tests/protocol/test_fail"
-            in lines[0]
-        )
+        told = f"still waiting for ranks [{last}] at barrier 'epoch"
+        first = next(line for line in lines if line.startswith(told))  # others may be late, too
+        assert f"rank {last} was last seen at barrier 'before' (tests/protocol/test_fail" in first
         (stacks,) = [
-            line for line in lines if line.startswith("all threads of this rank after 0 s")
+            line for line in lines if re.match(r"all threads of this rank after \d+ s", line)
         ]
         assert "\nthread MainThread:\n" in stacks
         assert 'sp.barrier("epoch end")\n' in stacks
