@@ -265,8 +265,7 @@ class FileBackend(Backend):
                 for name in directory.names():
                     if name.startswith(board_prefix()) and not name.startswith(ours):
                         directory.remove(name)
-                directory.remove(DESCRIPTION)
-                describe(directory, DESCRIPTION, self._description)
+                describe(directory, DESCRIPTION, self._description, anew=True)
 
     def abandon(self) -> None:
         """Release entry and boards in a forked child."""
