@@ -52,6 +52,17 @@ def is_free(path: str | os.PathLike[str], dir_fd: int | None = None) -> bool:
     return False
 
 
+def identify_kernel() -> str:
+    """Return what this start of this system is called; "" if it is not Linux.
+
+    On some file systems a lock is not seen by other hosts.
+    """
+    path = "/proc/sys/kernel/random/boot_id"
+    with contextlib.suppress(OSError), open(path, encoding="ascii") as file:  # noqa: PTH123
+        return file.read().strip()
+    return ""
+
+
 def lock(fd: int, timeout: float = math.inf) -> None:
     """Wait for the lock of an open file.
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from syncprims._protocol.rounds import RoundSequence
+from syncprims._system.locks import identify_kernel
 from syncprims.errors import ConfigurationError
 from syncprims.interface import UNKNOWN, Topology
 
@@ -25,14 +26,12 @@ def identify_host() -> str:
     """Return what this host, and no other, is called."""
     import socket  # slow to import, and ranks of one host need no name of it
 
-    kernel = name = socket.gethostname()  # containers of one machine have names of their own
+    name = socket.gethostname()  # containers of one machine have names of their own
     memory = ""
     with contextlib.suppress(OSError):  # not Linux
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
-            kernel = file.read().strip()
         found = os.stat("/dev/shm")  # noqa: PTH116 - pathlib is slow to import
         memory = f"{found.st_dev}-{found.st_ino}"
-    return f"{kernel}-{name}-{memory}"
+    return f"{identify_kernel() or name}-{name}-{memory}"
 
 
 def number_nodes(said: Sequence[SaidPlace]) -> list[tuple[int, int]]:

@@ -10,12 +10,12 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
-from syncprims._system.locks import is_free, try_lock
+from syncprims._system.locks import identify_kernel, is_free, try_lock
 from syncprims._system.places import find_weakness, list_common_places
 from syncprims.errors import ConfigurationError
 
 _PREFIX = "syncprims-"  # of all their names
-LOCK = "in-use"  #: a file in it, with the number of the process that has made it
+LOCK = "in-use"  #: a file in it, with the process and the kernel that have made it
 _LEAST = 1 << 20  # bytes that a place must have free
 
 
@@ -24,7 +24,7 @@ def scratch_directory(purpose: str, inside: Path | None = None) -> Generator[Pat
     """Make a private directory, in shared memory if possible, and remove it with its content.
 
     This process, and those that it forks, hold a lock in it. A directory whose lock is free belongs
-    to processes that were killed: it is removed, too.
+    to processes that were killed: it is removed, too, unless another host may hold the lock.
 
     :raises ConfigurationError: if no such directory can be made.
     """
@@ -37,7 +37,7 @@ def scratch_directory(purpose: str, inside: Path | None = None) -> Generator[Pat
         try:
             with contextlib.suppress(OSError):  # no locks there: it is removed by us or nobody
                 try_lock(fd)
-            os.write(fd, str(os.getpid()).encode())
+            os.write(fd, f"{os.getpid()} {identify_kernel()}".encode())
             (path / ".new").rename(path / LOCK)
             yield path
         finally:
@@ -67,9 +67,11 @@ def _make(purpose: str, places: list[Path]) -> Path:
 
 @functools.cache  # once in each process
 def _remove_dead(*places: Path) -> None:
+    kernel = identify_kernel().split()
     for place in places:
         with contextlib.suppress(OSError):
             for path in place.glob(f"{_PREFIX}*/{LOCK}"):
                 with contextlib.suppress(OSError):  # it is gone
-                    if path.parent.lstat().st_uid == os.geteuid() and is_free(path):
+                    ours = path.parent.lstat().st_uid == os.geteuid()
+                    if ours and path.read_text().split()[1:] == kernel and is_free(path):
                         shutil.rmtree(path.parent, ignore_errors=True)

@@ -142,7 +142,7 @@ class WorldReader:
             with contextlib.suppress(OSError, ValueError):
                 namespace = Path(f"/proc/{pid}/ns/pid").stat().st_ino
                 if namespace in namespaces:
-                    text = Path(f"/proc/{pid}/status").read_text()
+                    text = Path(f"/proc/{pid}/status").read_text(errors="replace")
                     inner = int(text.partition("\nNSpid:")[2].partition("\n")[0].split()[-1])
                     if (namespace, inner) in others:
                         found[others[namespace, inner]] = pid
@@ -446,5 +446,5 @@ def launcher_of(path: str) -> int | None:
     """Return the process whose launch a world is a part of; None if it is of none."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         scratch = Path(path).parents[3]  # of RESTART/board/RUN/WORLD
-        return int((scratch / LOCK).read_text())
+        return int((scratch / LOCK).read_text().split()[0])
     return None

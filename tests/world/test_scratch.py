@@ -64,11 +64,14 @@ def test_those_of_killed_processes_are_removed_and_no_others(place: Path) -> Non
             os._exit(1)  # or this process would go on as a second pytest
     assert os.waitpid(pid, 0)[1] == 0
     [dead] = place.iterdir()
-    (place / "syncprims-without-lock").mkdir()
-    (place / "another").mkdir()
+    left = {"another", "syncprims-of-another-host", "syncprims-without-lock"}
+    for name in left:
+        (place / name).mkdir()
+    # Its lock may be held there, and be free here: TMPDIR may be a directory that hosts share.
+    (place / "syncprims-of-another-host" / scratch.LOCK).write_text("1 its-boot-id")
     with scratch_directory("run") as living:
         assert not dead.exists()
         scratch._remove_dead.cache_clear()
         with scratch_directory("run"):
             assert living.exists()
-    assert sorted(path.name for path in place.iterdir()) == ["another", "syncprims-without-lock"]
+    assert {path.name for path in place.iterdir()} == left
