@@ -146,7 +146,7 @@ def _system_call(pid: int) -> str:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text().strip()
+        return Path(path).read_text(errors="replace").strip()  # names and variables are any bytes
     except OSError:
         return ""
 

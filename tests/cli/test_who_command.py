@@ -216,7 +216,8 @@ def test_a_rank_that_hangs_before_its_first_call_is_shown(tmp_path: Path) -> Non
         import syncprims as sp
         sp.barrier("start")
         """
-    with job(tmp_path, RUN, textwrap.dedent(hangs_early)) as started:
+    name = "caf\udce9"  # of a variable that is not UTF-8
+    with job(tmp_path, RUN, textwrap.dedent(hangs_early), NAME=name) as started:
         seen = hangs(started, name=None)
         early = seen.ranks[1]
         assert early.state == "absent"
