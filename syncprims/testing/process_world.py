@@ -46,7 +46,8 @@ _STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.S
 _LOOK_EVERY = 0.002  # seconds
 _STANDSTILL = 1.0  # seconds in which ranks that only wait for a stopped one write nothing
 _GRACE = 5.0  # seconds for the other ranks to raise their own error once one has failed
-_TIME_FOR_STACKS = 0.5  # seconds
+_STACK_HEAD = "Stack (most recent call first):\n"  # of what faulthandler writes
+_TIME_FOR_STACKS = 2.0  # seconds
 
 
 class _Job(NamedTuple):
@@ -210,13 +211,16 @@ def _wait_for_stopped(run: WorldRun, living: Sequence[_Worker]) -> bool:
 
 def _read_stacks(living: Sequence[_Worker]) -> dict[int, list[str]]:
     """Return the lines of the stacks of these ranks, outermost first, as they write them."""
-    for worker in living:
-        os.kill(worker.pid, _STACK_SIGNAL)
     deadline = time.monotonic() + _TIME_FOR_STACKS
-    while not all(worker.read("stack") for worker in living) and time.monotonic() < deadline:
-        time.sleep(_LOOK_EVERY)
-    texts = {worker.outcome.rank: worker.read("stack").splitlines() for worker in living}
-    return {rank: lines[:0:-1] for rank, lines in texts.items() if lines}
+    for n in 1, 2:  # when the second one begins, the first one is whole
+        for worker in living:
+            os.kill(worker.pid, _STACK_SIGNAL)
+        while any(worker.read("stack").count(_STACK_HEAD) < n for worker in living):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_EVERY)
+    texts = {worker.outcome.rank: worker.read("stack").split(_STACK_HEAD) for worker in living}
+    return {rank: text[1].splitlines()[::-1] for rank, text in texts.items() if text[1:]}
 
 
 def _end(folder: Path, workers: Sequence[_Worker]) -> None:
