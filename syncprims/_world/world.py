@@ -573,8 +573,9 @@ def report_failure(path: str, failure: bytes | None) -> None:
 def report_to_torchrun(path: str, error: BaseException) -> None:
     """Write `error` where torchrun's agent looks, in its format, unless the program has done so."""
     failure = errors.Failure.of(0, error)
-    # The agent shows the failure with the lowest second. One that only follows gets a later one.
-    at = int(time.time()) + (failure.consequence and not failure.handled)
+    # The agent shows the failure with the lowest second. One that only follows may be reported
+    # before its cause, and gets a later one.
+    at = int(time.time()) + (5 if failure.consequence and not failure.handled else 0)
     about = {"py_callstack": failure.traceback, "timestamp": str(at)}
     import json
 
