@@ -490,8 +490,8 @@ def test_the_guard_says_what_it_is_and_passes_signals_on(launches: Launches) -> 
     with launches.start("barrier()\nprint('ready')\ntime.sleep(99)\n") as launcher:
         await_lines(launcher, "ready")
         guard, *_ = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-        title = Path(f"/proc/{guard}/cmdline").read_text().rstrip("\0")
-        assert title == f"syncprims run: guard of {launcher.pid}"
+        title, path = f"syncprims run: guard of {launcher.pid}", Path(f"/proc/{guard}/cmdline")
+        await_condition(lambda: path.read_text().rstrip("\0") == title, "it has another title")
         os.kill(int(guard), signal.SIGTERM)
         assert launcher.stderr is not None
         assert launcher.stderr.readline() == "syncprims run: SIGTERM: the ranks have 30 s to stop\n"

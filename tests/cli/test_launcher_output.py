@@ -13,6 +13,7 @@ from typing import IO
 
 import pytest
 from support.launches import Launches, command
+from support.rank_environment import PATIENCE
 
 from syncprims.cli.output import Output, Source
 
@@ -121,7 +122,11 @@ def test_a_stream_that_is_non_blocking_gets_all_output(launches: Launches) -> No
     assert launcher.returncode == 0
 
 
-def test_the_lines_of_a_traceback_stay_together(tmp_path: Path) -> None:
+def test_the_lines_of_a_traceback_stay_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pause in ("_TRACEBACK_PAUSE", "_LONGEST_HOLD"):  # this process may be slow
+        monkeypatch.setattr(f"syncprims.cli.output.{pause}", PATIENCE)
     screen = Screen(tmp_path)
     errors = [screen.pipe(rank, errors=True) for rank in range(2)]
     screen.start()

@@ -104,7 +104,7 @@ def test_two_processes_of_one_rank_are_told(meeting_place: Path, tmp_path: Path)
     for process in first:
         assert process.stdout is not None
         assert process.stdout.readline() == "in\n"
-    second = scripts.start("init()", run_id="one", SYNCPRIMS_JOIN_TIMEOUT="0.3")
+    second = scripts.start("init()", run_id="one", SYNCPRIMS_JOIN_TIMEOUT="2")
     for ended in scripts.wait(second):
         assert ended.code == 1
         assert "is taken by another living process" in ended.err
