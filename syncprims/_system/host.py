@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")  # in /dev, of their drivers
+_FIRST_PORT = 10_000  # well-known services have lower ones
 _SMALLEST = 8 << 20  # bytes of a process that runs Python
 
 
@@ -64,7 +65,19 @@ def find_visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def free_port() -> int:
-    """Return a TCP port of this host on which no process listens now."""
+    """Return a TCP port of this host on which no process listens now.
+
+    If possible, it is one that the system gives to nobody unasked until a rank listens there.
+    """
+    given = 29_000  # ports above it are those that torch, clusters and the system give
+    with contextlib.suppress(OSError, ValueError):  # not Linux
+        limits = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        given = min(given, int(limits[0]))
+    for _ in range(100 if given > _FIRST_PORT else 0):
+        port = _FIRST_PORT + int.from_bytes(os.urandom(4)) % (given - _FIRST_PORT)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -6,15 +6,14 @@ import contextlib
 import importlib.metadata
 import logging
 import os
-import secrets
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# No public call lists the variables of all launchers.
+# No public call gives a port, or lists the variables of all launchers.
+from syncprims._system.host import free_port as free_port
 from syncprims._world.launchers import list_rank_variables
 
 #: Seconds after which what a test has started counts as hanging: far more than anything takes on a
@@ -56,15 +55,6 @@ def clean_environ(*others: str) -> dict[str, str]:
     """Return this process's variables without the library's, any launcher's, and the `others`."""
     outer = list_rank_variables().union(others)
     return {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
-
-
-def free_port() -> int:
-    """Return a TCP port of this host that is free, and that the system gives to nobody unasked."""
-    while True:
-        port = 10_000 + secrets.randbelow(22_000)  # below what the system gives to other tests
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def environ_of_ranks(directory: Path, **more: str) -> dict[str, str]:
