@@ -79,7 +79,7 @@ _WORKERS = {
     "concurrent.futures.process", _POOL, "torch.testing._internal.common_distributed",
 }  # fmt: skip
 _LATER = 0.3  # seconds
-_LONGEST_NEWS = 3.0  # seconds in which the ranks of a pool say why one of them was lost
+_LONGEST_NEWS = 3.0  # seconds in which ranks say what they know of one that was lost
 _TO_OPEN = 0.05  # seconds in which a new store listens
 _LONGEST = 300.0  # seconds that ranks await the others at the start
 _LOG = "log"  # a line for each group: why it was left to torch, or nothing
@@ -161,13 +161,17 @@ class SuiteProcesses(Suites):
             said = [Path(path) for path in context.error_files]
             if lost is None or said[lost].exists():
                 return join_all(context, 0, *rest, **named)
-            cause = {context.processes[lost].sentinel: lost}
-            _standard.connection.wait(context.sentinels.keys() - cause.keys(), _LATER)
-            context.sentinels = cause  # else the launcher could name another
+            others = {one: said[rank] for one, rank in context.sentinels.items() if rank != lost}
+            until = time.monotonic() + _LONGEST_NEWS
+            told: list[Path] = []
+            while others and not told and (left := until - time.monotonic()) > 0:
+                of_ended = [others.pop(one) for one in _standard.connection.wait([*others], left)]
+                told = [path for path in of_ended if path.exists()]
+            context.sentinels = {context.processes[lost].sentinel: lost}  # else it could be another
             try:
                 return join_all(context, 0, *rest, **named)
             except Exception as error:
-                for path in filter(Path.exists, said):
+                for path in told:
                     error.add_note(pickle.loads(path.read_bytes()))
                 raise
 
