@@ -265,7 +265,7 @@ class FileBackend(Backend):
                 for name in directory.names():
                     if name.startswith(board_prefix()) and not name.startswith(ours):
                         directory.remove(name)
-                describe(directory, DESCRIPTION, self._description, anew=True)
+                describe(directory, DESCRIPTION, self._description, replace=True)
 
     def abandon(self) -> None:
         """Release entry and boards in a forked child."""

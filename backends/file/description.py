@@ -76,14 +76,14 @@ def describe(
     name: str,
     about: WorldDescription | BoardDescription,
     *,
-    anew: bool = False,
+    replace: bool = False,
 ) -> None:
     """Write a description into the file `name`, or replace it. The caller holds the run's lock.
 
     :raises ConfigurationError: if the file is something else.
     :raises OSError: if there is no space for it.
     """
-    if not anew and name in directory.names():
+    if not replace and name in directory.names():
         os.close(directory.open_file(name, os.O_RDONLY))  # checks it; the others write the same
     else:
         directory.replace(name, json.dumps(about).encode())
