@@ -149,7 +149,7 @@ class SuiteProcesses(Suites):
         self._undo.callback(_end_server)
 
     def _serve_spawn(self) -> None:
-        """Let the error of `torch.multiprocessing` say where a rank was that has died."""
+        """Make the error of `torch.multiprocessing` say where a dead rank was."""
 
         def join(context: Any, timeout: float | None = None, *rest: Any, **named: Any) -> Any:
             """Join processes of `torch.multiprocessing`; wait for what others say of a lost one."""
@@ -179,7 +179,7 @@ class SuiteProcesses(Suites):
         join_all = self._replace(base, "join", join)
 
     def _serve_pools(self) -> None:
-        """Let the task of a rank fail with its process, which a pool replaces and forgets."""
+        """Make the task of a rank fail with its process, which a pool replaces and forgets."""
         pool: Any = _standard.pool.Pool
         tasks_of: dict[int, dict[int, Any]] = {}  # of each pool, by its list of workers
 
@@ -190,18 +190,8 @@ class SuiteProcesses(Suites):
         def join(workers: list[Any]) -> Any:
             until = time.monotonic() + _LONGEST_NEWS
             for worker in workers:
-                if worker.exitcode is None:
-                    continue
-                with contextlib.suppress(OSError, ValueError):  # in no task, or as it began one
-                    note = (self._folder / f"task-{worker.pid}").read_text()
-                    rank, job, part = map(int, note.split())
-                    task: Any = tasks_of[id(workers)].get(job)
-                    if isinstance(task, _standard.pool.MapResult):  # it raises the first error
-                        while task._success and task._number_left > 1 and time.monotonic() < until:
-                            time.sleep(0.01)  # the other ranks say more
-                    if task is not None:
-                        error = RuntimeError(f"rank {rank}: {describe_exit(worker.exitcode)}")
-                        task._set(part, (False, error))
+                if worker.exitcode is not None:
+                    _fail_task(self._folder, worker, tasks_of[id(workers)], until)
             return join_workers.__func__(workers)
 
         handle_workers = self._replace(pool, "_handle_workers", classmethod(handle))
@@ -284,6 +274,20 @@ class SuiteProcesses(Suites):
         served = lines.pop("", 0)
         left = [f"{n} left to torch: {why}" for why, n in lines.items()]
         return [f"{served} process groups in worlds of processes", *left, *super().report()]
+
+
+def _fail_task(folder: Path, worker: Any, tasks: dict[int, Any], until: float) -> None:
+    """Make the task fail in which the worker of a pool has died, if that was a rank."""
+    try:
+        rank, job, part = map(int, (folder / f"task-{worker.pid}").read_text().split())
+    except (OSError, ValueError):  # in no task, or it had just begun one
+        return
+    task: Any = tasks.get(job)
+    if isinstance(task, _standard.pool.MapResult):  # it raises the first error
+        while task._success and task._number_left > 1 and time.monotonic() < until:
+            time.sleep(0.01)  # the other ranks say more
+    if task is not None:
+        task._set(part, (False, RuntimeError(f"rank {rank}: {describe_exit(worker.exitcode)}")))
 
 
 # -- the server of processes -----------------------------------------------------------------------
@@ -498,14 +502,13 @@ def _idle_during(folder: Path, get: Callable[..., Any]) -> Callable[..., Any]:
         module = caller.f_globals.get("__name__")
         if module not in _WORKERS:
             return get(queue, *args, **named)
-        if world is None:
-            got = get(queue, *args, **named)
-        else:
-            deadlocks = world.background.deadlocks
+        deadlocks = None if world is None else world.background.deadlocks
+        if deadlocks is not None:
             deadlocks.begin_idle()
-            try:
-                got = get(queue, *args, **named)
-            finally:
+        try:
+            got = get(queue, *args, **named)
+        finally:
+            if deadlocks is not None:
                 deadlocks.end_wait()
         if module == _POOL and got is not None:
             _task[:] = got[:2]
