@@ -378,12 +378,14 @@ class TorchThreads:
             __tracebackhide__ = True
             with (
                 torch.inference_mode(self._inference),
-                torch.autocast("cpu", *self._autocast),
                 # Backward passes run in this thread alone, also on devices. The mode of inference
                 # sets this, too.
                 torch.autograd.set_multithreading_enabled(False),
             ):
                 torch.set_grad_enabled(self._grad)
+                # Not a `with torch.autocast()`: inner ones would keep the weights that they cast.
+                torch.set_autocast_dtype("cpu", self._autocast[0])
+                torch.set_autocast_enabled("cpu", self._autocast[1])
                 if self._device.type != "cpu":
                     torch.set_default_device(self._device)
                 try:
