@@ -94,9 +94,9 @@ def make_layout(value: Value, members: int, most: int) -> Layout | None:
         outline = _outline_of(value)
     else:
         container = _Container(value)
-        if sum(getattr(part, "nbytes", 0) for part in container.parts(value)) > most:
-            return None
         parts = [*map(_outline_of, container.parts(value))]
+        if sum(getattr(part, "nbytes", 0) for part in parts) > most:
+            return None
         named = {*map(type, value if kind is dict else ())} <= {str}
         outline = container.build(parts) if named and None not in parts else None
     layout = None if outline is None else _layout_of(outline, members)

@@ -251,6 +251,16 @@ def test_an_array_that_cannot_be_filled_is_the_error_of_one_rank() -> None:
 
 @several()
 @on_every_rank
+def test_a_container_may_hold_a_tensor_without_a_size_in_bytes() -> None:
+    words = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
+    value = {"words": words.to_sparse(), "more": torch.ones(2)}
+    for found in (sp.broadcast(value, src=0), sp.all_gather([value])[0][0]):
+        assert found["words"].is_sparse
+        assert torch.equal(found["words"].to_dense(), words)
+
+
+@several()
+@on_every_rank
 def test_a_value_that_changes_during_the_call_gives_one_result() -> None:
     value: Any = {"a": [np.zeros(3)], "b": [0]}
 
