@@ -20,10 +20,11 @@ from syncprims.training import Accumulator, Saving, Stateful, unwrap_model
 from syncprims.training.checkpoints import filesystem
 from syncprims.training.checkpoints.coordination import coordinate, meet
 from syncprims.training.checkpoints.save_model import save_object
-from syncprims.training.checkpoints.stateful import check_objects, is_dtensor, state_of
+from syncprims.training.checkpoints.stateful import check_objects, state_of
 from syncprims.training.checkpoints.states import MANIFEST, agreed_steps, read_manifest
 from syncprims.training.optimizer import delegated
 from syncprims.training.preparation import Preparation
+from syncprims.training.pytree import is_dtensor
 
 from .unsupported import check_fixed
 from .utils import Directory, ProjectConfiguration

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+
+if TYPE_CHECKING:  # slow to import
+    from torch.distributed.tensor import DTensor
 
 
 def map_tensors(
@@ -66,6 +70,12 @@ def batch_length(tree: object) -> int:
         if tensor.ndim:
             return len(tensor)
     raise TypeError("expected a batch of tensors, and found no tensor with a dimension in it")
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Return whether a value is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # not imported: there are none
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def has_only_tensors(tree: object) -> bool:

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from syncprims import CheckpointError, get_rank
+from syncprims.training.pytree import is_dtensor
 
 from . import filesystem
 from .coordination import check_equal, cleanup_on_error, coordinate, meet
 from .integrity import digest, dump
 from .safetensors_file import byte_size, content_digest
-from .stateful import is_dtensor
 
 T = TypeVar("T")
 Tensors: TypeAlias = dict[str, torch.Tensor]

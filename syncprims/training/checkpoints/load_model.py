@@ -19,12 +19,13 @@ from torch import nn
 
 from syncprims import CheckpointError
 from syncprims.training.preparation import unwrap_model
+from syncprims.training.pytree import is_dtensor
 
 from . import filesystem, integrity
 from .integrity import check_file_name, reading, refusal
 from .safetensors_file import RESERVED, SafetensorsFile, StoredTensor, in_huge_pages
 from .save_model import FIRST_FILES, INDEX, SHARDS
-from .stateful import distribute, is_dtensor, portable_name
+from .stateful import distribute, portable_name
 
 #: A tensor of a checkpoint: still in its file, or in memory, as those of torch's own files.
 Stored: TypeAlias = StoredTensor | torch.Tensor

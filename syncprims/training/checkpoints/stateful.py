@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from syncprims import CheckpointError
 from syncprims._data.arrays import strides_kept
 from syncprims._protocol.validation import require
 from syncprims.training.preparation import unwrap_model
+from syncprims.training.pytree import is_dtensor
 
 from .integrity import refusal
 from .safetensors_file import check_storable
@@ -130,7 +131,7 @@ def _check_other(thing: Any, state: Any) -> None:
                      for groups in ({"param_groups": plain.param_groups}, state)]  # fmt: skip
             if sizes[0] != sizes[1]:
                 raise ValueError(f"parameters in its groups: {sizes[0]} here, {sizes[1]} saved")
-            dict.items(state["state"])
+            _match_parameters(plain, state)
     elif isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
         dict.items(state)
     elif isinstance(thing, torch.amp.GradScaler):
@@ -138,6 +139,48 @@ def _check_other(thing: Any, state: Any) -> None:
             float(state[key])
     elif hasattr(type(thing), "_check_state"):
         thing._check_state(state)
+
+
+def _match_parameters(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Put what was saved of each parameter where that is now, by their names.
+
+    :raises ValueError: if there are other names, or other shapes: fused kernels do not look.
+    """
+    here, saved = optimizer.param_groups, state["param_groups"]
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim") and kind is not torch.optim.LBFGS
+    for group, old, numbers in zip(here, saved, _saved_numbers(optimizer, saved), strict=True):
+        names = group.get("param_names", [f"parameter {i}" for i in range(len(numbers))])
+        old["params"] = numbers
+        if "param_names" in old and "param_names" in group:
+            old["param_names"] = [*names]
+        for p, name, number in zip(group["params"], names, numbers, strict=True):
+            kept = dict.items(state["state"].get(number, {}))
+            for key, value in kept if known else ():
+                if isinstance(value, torch.Tensor) and value.numel() > 1:
+                    both = zip(value.shape, p.shape, strict=False)
+                    if value.ndim != p.ndim or any(a not in (1, b) for a, b in both):
+                        what = f"{key!r} of {name} has the shape {tuple(value.shape)}"
+                        raise ValueError(f"{what}, and the parameter {tuple(p.shape)}")
+
+
+def _saved_numbers(optimizer: torch.optim.Optimizer, saved: Any) -> list[list[Any]]:
+    """Return the numbers under which the parameters of each group were saved.
+
+    :raises ValueError: if they had other names then.
+    """
+    found: list[list[Any]] = []
+    for group, old in zip(optimizer.param_groups, saved, strict=False):
+        numbers, names, before = old["params"], group.get("param_names"), old.get("param_names")
+        if names and before and names != before:
+            if sorted(names) != sorted(before):
+                new, gone = sorted({*names} - {*before}), sorted({*before} - {*names})
+                what = f"a group has the parameters {new}" if new else "a group lacks parameters"
+                raise ValueError(f"{what}, and {gone} were saved in it")
+            of_names = dict(zip(before, numbers, strict=True))
+            numbers = [of_names[name] for name in names]
+        found.append(numbers)
+    return found
 
 
 def _shape(values: Mapping[Any, Any], key: object) -> str | None:
@@ -173,8 +216,8 @@ def match_layouts(things: Mapping[str, Stateful], states: dict[str, Any]) -> Non
                         kept[key] = room.copy_(value)
 
 
-def dtensors_of(thing: Stateful) -> Mapping[str, Any]:
-    """Return an object's DTensors by the names under which they are saved.
+def dtensors_of(thing: Stateful, tree: Any) -> Mapping[str, Any]:
+    """Return an object's DTensors by the names under which they are saved in a tree.
 
     Of an optimizer: its parameters, by the beginnings of the names, since it may have no state yet.
     """
@@ -182,7 +225,10 @@ def dtensors_of(thing: Stateful) -> Mapping[str, Any]:
         return {key: value for key, value in state_of(thing).items() if is_dtensor(value)}
     if isinstance(thing, torch.optim.Optimizer):
         params = [p for group in thing.param_groups for p in group["params"]]
-        return {f"state.{number}": p for number, p in enumerate(params) if is_dtensor(p)}
+        if any(map(is_dtensor, params)):
+            numbers = chain.from_iterable(_saved_numbers(thing, tree.get("param_groups", ())))
+            both = zip(numbers, params, strict=False)
+            return {f"state.{number}": p for number, p in both if is_dtensor(p)}
     return {}
 
 
@@ -383,12 +429,6 @@ def storage_key(tensor: torch.Tensor) -> Any:
         return None
     place = local.data_ptr(), tuple(local.stride()), tuple(tensor.shape)
     return (*place, tensor.dtype, tensor.device, local.is_conj(), local.is_neg())
-
-
-def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Return whether a value is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # not imported: there are none
-    return module is not None and isinstance(value, module.DTensor)
 
 
 def distribute(full: torch.Tensor, target: DTensor) -> DTensor:

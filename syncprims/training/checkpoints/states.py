@@ -19,6 +19,7 @@ from torch import nn
 
 from syncprims import CheckpointError, get_rank
 from syncprims._data.arrays import laid_out, strides_kept
+from syncprims.training.pytree import is_dtensor
 from syncprims.training.rng import capture as capture_rng
 from syncprims.training.rng import check as check_rng
 from syncprims.training.rng import restore as restore_rng
@@ -171,7 +172,7 @@ class _StateSave(Save):
         self, doing: str, ranks: list[int], step: int | None, states: dict[str, State], own: State
     ) -> None:
         super().__init__(doing, ranks)
-        distributed = [name for name, t in own.tensors.items() if stateful.is_dtensor(t)]
+        distributed = [name for name, t in own.tensors.items() if is_dtensor(t)]
         if distributed:
             raise TypeError(f"{distributed[0]} in rank_objects is a DTensor of all ranks")
         self._step, self._states, self._own = step, states, own
@@ -312,7 +313,9 @@ class _StateReader(NamedTuple):
         """Return the states of the objects that are the same on all ranks."""
         saved = self.manifest.objects
         return {
-            name: self._state(name, saved[name], stateful.dtensors_of(objects[name]))
+            name: self._state(
+                name, saved[name], stateful.dtensors_of(objects[name], saved[name].tree)
+            )
             for name in self._common_names(objects, saved)
         }
 
