@@ -167,10 +167,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     ) -> Any:
         """Return all ranks' tensors, concatenated, without the items that pad the last batches."""
         cursor = self.accumulator.loaders.innermost
-        real, single = (None, False) if cursor is None else (cursor.real, cursor.single)
-        return gathering.gather_for_metrics(
-            input_data, real, use_gather_object, single=single, name=name
-        )
+        return gathering.gather_for_metrics(input_data, cursor, use_gather_object, name=name)
 
     # -- training -------------------------------------------------------------------------------
 

@@ -214,7 +214,9 @@ class GradientState:
         0 if there is no padding, -1 outside of prepared loaders.
         """
         cursor = self._job.loaders.innermost
-        return -1 if cursor is None else cursor.real or 0
+        if cursor is None:
+            return -1
+        return sum(real for _, real in cursor.items or ())
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 
 import syncprims
 
+from .data.loader import Cursor
 from .gradient_sync import broadcast_tensors, check_alike, describe
 from .pytree import has_only_tensors, map_tensors, named_leaves, tensors_of
 
@@ -27,11 +28,10 @@ def gather(tensor: object, *, name: str | None = None) -> Any:
     if not has_only_tensors(tensor):
         raise TypeError("gather() takes tensors, and lists, tuples and mappings of them only")
     _refuse_nested(tensor)
-    named = [
-        (path, leaf.detach().reshape(leaf.shape or (1,))) for path, leaf in named_leaves(tensor)
-    ]
+    named = [(path, _as_items(leaf.detach())) for path, leaf in named_leaves(tensor)]
     kinds = [(path, str(leaf.dtype), list(leaf.shape[1:])) for path, leaf in named]
     rows = syncprims.all_gather((kinds, [leaf.cpu() for _, leaf in named]), name=name)
+    rows = [row for row in rows if any(map(len, row[1]))] or rows  # an empty one adds nothing
     if any(kinds != rows[0][0] for kinds, _ in rows):
         what = "gather() of tensors that differ in structure, dtype, or beyond the first dimension"
         advice = "Pad them with pad_across_processes(), or gather objects."
@@ -41,36 +41,58 @@ def gather(tensor: object, *, name: str | None = None) -> Any:
 
 
 def gather_for_metrics(
-    tensor: Any,
-    real: int | None,
-    as_objects: bool,
-    *,
-    single: bool = False,
-    name: str | None = None,
+    tensor: Any, cursor: Cursor | None, as_objects: bool, *, name: str | None = None
 ) -> Any:
     """Return what :func:`gather` does, without items that only pad the last batches. Collective.
 
-    Only the first `real` items are kept; None keeps all. Objects other than tensors are gathered
-    into a list of all ranks' objects. Lists and tuples have an object for each item, and are
-    concatenated. With `single`, all that a rank passes counts as one item, so
-    `real` then counts ranks.
+    `cursor` is the iteration of the loader whose items these are, if there is one. Objects other
+    than tensors are gathered into a list of all ranks' objects; lists and tuples of them are
+    concatenated. Tensors and lists have an entry for each item of the batch, or tensors have one
+    number in all. Of a batch that only pads, nothing is returned.
 
     :raises TypeError: on several ranks, for a list or tuple of tensors and other objects: these are
         not the items.
+    :raises ValueError: if a batch of the epoch is padding in part, and entries are not its items.
     """
-    real, ranks = (None, real) if single else (real, None)
-    if as_objects or not has_only_tensors(tensor):
-        listed = isinstance(tensor, list | tuple)
-        mixed = listed and not as_objects and any(map(torch.is_tensor, tensor))
-        if mixed and syncprims.get_world_size() > 1:
-            what = "gather_for_metrics() of a list with both tensors and other objects"
-            raise TypeError(f"{what}; gather its parts one by one")
-        rows = syncprims.all_gather(tensor, name=name)[:ranks]
-        return ([item for row in rows for item in row] if listed else rows)[:real]
-    if ranks is not None and syncprims.get_rank() >= ranks:
-        tensor = map_tensors(lambda one: one.reshape(one.shape or (1,))[:0], tensor)
-    joined = gather(tensor, name=name)
-    return joined if real is None else map_tensors(lambda one: one[:real], joined)
+    objects = as_objects or not has_only_tensors(tensor)
+    listed = isinstance(tensor, list | tuple)
+    mixed = objects and listed and not as_objects and any(map(torch.is_tensor, tensor))
+    if mixed and syncprims.get_world_size() > 1:
+        what = "gather_for_metrics() of a list with both tensors and other objects"
+        raise TypeError(f"{what}; gather its parts one by one")
+    if objects and not listed:
+        tensor = [tensor]
+    if cursor is not None and cursor.items is not None:
+        size, real = cursor.items[syncprims.get_rank()]
+        if real < size:
+            tensor = _without_padding(tensor, size, real, objects=objects)
+    elif cursor is not None and cursor.padded is not None:  # a later batch is padding in part
+        _without_padding(tensor, cursor.padded, 1, objects=objects)
+    if objects:
+        return [item for row in syncprims.all_gather(tensor, name=name) for item in row]
+    return gather(tensor, name=name)
+
+
+def _as_items(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.ndim else tensor.reshape(1)
+
+
+def _without_padding(tree: Any, size: int, real: int, *, objects: bool) -> Any:
+    """Return the entries of the first `real` items of the `size` of a batch."""
+    if real == 0:
+        return [] if objects else map_tensors(lambda one: _as_items(one).narrow_copy(0, 0, 0), tree)
+
+    def cut(entries: Any) -> Any:
+        if torch.is_tensor(entries) and entries.numel() == 1:
+            return entries
+        if len(entries) != size:
+            what = f"gather_for_metrics() of {len(entries)} entries, and the batch has {size} items"
+            why = "a batch of this epoch is padding in part, which could not be removed"
+            cure = "pass an entry for each item, or prepare with even_batches=False"
+            raise ValueError(f"{what}: {why}; {cure}")
+        return entries.narrow_copy(0, 0, real) if torch.is_tensor(entries) else entries[:real]
+
+    return cut(tree) if objects else map_tensors(cut, tree)
 
 
 def reduce(

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import on_every_rank
+from generated.parts import FORMS, ids_of
 from support.rank_worlds import Ranks
 from support.training_models import (
     TRAINED,
@@ -119,7 +120,7 @@ def test_one_rank_has_the_data_as_it_is() -> None:
 
 @everywhere
 @pytest.mark.parametrize("workers", [0, 1])
-def test_streams_are_dealt_like_batches(world: Ranks, workers: int) -> None:
+def test_whole_batches_of_streams_are_dealt(world: Ranks, workers: int) -> None:
     def program() -> list[Any]:
         def of(length: int, **how: Any) -> list[list[int]]:
             drop_last = how.pop("drop_last", False)
@@ -131,13 +132,10 @@ def test_streams_are_dealt_like_batches(world: Ranks, workers: int) -> None:
         return [of(14), of(14, even_batches=False), of(14, drop_last=True), of(2)]
 
     def wanted(rank: int) -> list[Any]:
-        ranks = world.ranks
-        if ranks == 1:
-            whole = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13]]
-            return [whole, whole, whole[:-1], [[0, 1]]]
-        how: Any = {"length": 14, "size": 3, "ranks": ranks}
-        results = [dealt(**how), dealt(**how, even=False), dealt(**how, drop_last=True)]
-        return [result[rank] for result in (*results, dealt(2, 3, ranks))]
+        ranks, whole = world.ranks, [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13]]
+        full = (len(whole) - 1) // ranks * ranks
+        padded = [*whole, *whole[: -len(whole) % ranks]]
+        return [padded[rank::ranks], whole[rank::ranks], whole[rank:full:ranks], [[0, 1]]]
 
     assert world.run(program) == [wanted(rank) for rank in range(world.ranks)]
 
@@ -1053,3 +1051,96 @@ def test_a_loader_is_freed_with_its_job(world: Ranks, stateful: bool, left: bool
             gc.enable()
 
     assert all(world.run(program))
+
+
+# -- batches of many forms -------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", [*WAYS, "stream", "split stream"])
+def test_each_result_comes_once(way: str, form: str) -> None:
+    """Whatever a batch is made of; and what is not of an item is in each batch as it was."""
+
+    def program() -> list[int]:
+        how = WAYS.get(way, {"split_batches": "split" in way})
+        data: Any = Stream(31) if way.endswith("stream") else range(31)
+        size = 12 if "split" in way else 3
+        job, made = new_job(**how), FORMS[form]
+        loader = job.prepare(DataLoader(data, batch_size=size, collate_fn=made.collate))
+        found, seen = list[int](), set[int]()
+        for batch in loader:
+            seen.update(made.ids(batch))
+            found += ids_of(job.gather_for_metrics(made.results(batch), made.objects))
+        assert loader.collate_fn is made.collate
+        assert seen or job.num_processes == 4
+        return sorted(found)
+
+    for ranks in (1, 2, 3, 4):
+        if FORMS[form].whole and way in ("dealt", "split") and ranks > 1:
+            with pytest.raises(ValueError, match=r"is padding in part.*an entry for each item"):
+                run_world(program, ranks)
+        else:
+            assert run_world(program, ranks) == [list(range(31))] * ranks
+
+
+def test_a_value_of_a_whole_batch_is_gathered_where_some_item_is_real() -> None:
+    def program() -> list[list[float]]:
+        job = new_job()
+        loader = job.prepare(feed(torch.arange(9.0), batch_size=2))
+        return [job.gather_for_metrics(batch.mean()).tolist() for batch in loader]
+
+    assert run_world(program, 3) == [[[0.5, 2.5, 4.5], [6.5, 4.0]]] * 3
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stream_goes_on_in_batches_of_another_size(workers: int) -> None:
+    """What several workers have read cannot be cut again."""
+
+    def program() -> list[int]:
+        def loader(size: int) -> Any:
+            data: Any = Spread() if workers > 1 else Stream(20)
+            return prepare_data_loader(
+                DataLoader(data, batch_size=size, num_workers=workers), even_batches=False
+            )
+
+        first, again = loader(3), loader(4)
+        batches = iter(first)
+        seen = [x for _ in range(2) for x in next(batches).tolist()]
+        if workers > 1:
+            with pytest.raises(ValueError, match=r"'batch_size': 4.*'batch_size': 3"):
+                again.load_state_dict(first.state_dict())
+            return []
+        again.load_state_dict(first.state_dict())
+        return seen + [x for batch in again for x in batch.tolist()]
+
+    seen = [x for own in run_world(program, 2, kind="processes") for x in own]
+    assert sorted(seen) == list(range(20)) * (workers == 1)
+
+
+class OwnBatches(DataLoader[Any]):
+    """A loader that makes its own batches, and whose length is that of its sampler's own."""
+
+    def __len__(self) -> int:
+        batches: Any = self.batch_sampler
+        return len(batches.of_its_own)
+
+    def __iter__(self) -> Any:
+        return map(torch.neg, super().__iter__())
+
+
+def test_what_a_loader_makes_itself_is_not_cut() -> None:
+    def program() -> None:
+        stream: Any = OwnBatches(Stream(4), batch_size=2)
+        with pytest.raises(ValueError, match="what OwnBatches makes of a stream cannot be cut"):
+            prepare_data_loader(stream, split_batches=True)
+        sampler: Any = BatchSampler(range(4), 1, False)
+        sampler.of_its_own = [None] * 4
+        loader = prepare_data_loader(OwnBatches(range(4), batch_sampler=sampler))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        assert [int(batch) for batch in loader] == [
+            -syncprims.get_rank(),
+            -2 - syncprims.get_rank(),
+        ]
+        assert len(loader) == 2
+
+    run_world(program, 2)

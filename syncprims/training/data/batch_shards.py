@@ -11,19 +11,20 @@ repeats its own items where it must.
 A position in an epoch is the number of items that all ranks have taken together. What follows it
 can be dealt to any number of ranks.
 
-A stream is read by rank 0, which sends the others their batches, or by each rank for itself.
+A stream is read by rank 0, which sends the others their batches, or by each rank for itself. What
+is read is never cut or joined: that is done before, with indices, or with items in the workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, cycle, islice, pairwise
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, chain, cycle, islice, pairwise, repeat
 from typing import Any, NamedTuple, TypeVar
 
-import torch
+from torch.utils.data import BatchSampler
 
 from syncprims import assert_same, on_main
-from syncprims.training.pytree import as_mapping_type, batch_length, map_tensors, tensors_of
 from syncprims.training.rng import WorkerSeed, mix
 
 from .sampling import SEEDED, draw, has_type
@@ -54,8 +55,9 @@ class ShardPlan(NamedTuple):
         if self.split:
             if self.even or not batches or size is None or items is None:
                 return batches
-            begin, last = self.rank * -(-size // self.ranks), items - (batches - 1) * size
-            return (batches - 1) * (begin < size) + (begin < last)
+            last = min(items, batches * size) - (batches - 1) * size
+            part, end = (-(-n // self.ranks) for n in (size, last if self.dispatch else size))
+            return (batches - 1) * (self.rank * part < size) + (self.rank * end < last)
         full, rest = divmod(batches, self.ranks)
         if self.drop_last or not rest:
             return full
@@ -66,16 +68,17 @@ class Draw:
     """One iteration of a batch shard: the known facts about its batches, by number."""
 
     def __init__(self) -> None:
-        #: how many items of a round are no padding, if there is any, and the position after it
-        self.rounds: dict[int, tuple[int | None, int]] = {}
-        self.count: int | None = None  #: of all batches, once the last one is drawn
+        self.rounds: dict[int, Round] = {}  #: without their parts
+        #: items in a batch, if the last round will have batches that are padding in part
+        self.padded: int | None = None
 
 
 class BatchShard:
     """This rank's batches of a batch sampler: lists of indices, or single indices.
 
     An iteration begins after the first `start` items of all ranks, and leaves `skip` rounds out, in
-    the order of `seed` and `epoch`.
+    the order of `seed` and `epoch`. Where rank 0 reads for all, these are the batches of all ranks,
+    round by round. Other attributes are those of the sampler.
 
     :raises ValueError: with `split`, if a batch cannot be cut into equal parts.
     """
@@ -90,11 +93,16 @@ class BatchShard:
         self.checked = False  #: the first batches are compared on all ranks
         self.seeded = True  #: the order follows from seed and epoch, else from torch's generators
         self.latest: Draw = Draw()  #: of the iteration that began last
-        self.single: bool = False  #: each rank gets one index at a time, and not a list of them
         self.worker_rank: int | None = None  #: with it, each batch seeds the worker that reads it
-        if plan.split and self.batch_size is not None and self.batch_size % plan.ranks:
+        odd = self.batch_size is not None and self.batch_size % plan.ranks
+        if plan.split and odd and not plan.dispatch:
             what = f"split_batches: {plan.ranks} ranks cannot share a batch of {self.batch_size}"
             raise ValueError(f"{what}; choose a multiple of {plan.ranks}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("batch_sampler", "sampler"):  # not set yet, or there is none
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
 
     @property
     def sampler(self) -> Any:
@@ -125,19 +133,33 @@ class BatchShard:
         return islice(dealt, self.skip, None)
 
     def _dealt(self, drawn: Draw) -> Iterator[Any]:
-        plan, size = self.plan._replace(drop_last=self.drop_last), self.batch_size
-        rounds = deal(
-            self._checked(), plan, _OF_INDICES, size, mixed=size is None, start=self.start
-        )
-        mine = (each for each in rounds if plan.rank < len(each.parts))
-        for number, (each, is_last) in enumerate(with_last(mine)):
-            part = each.parts[plan.rank]
-            self.single = not _is_batch(part)
-            drawn.rounds[number] = each.real, each.end
-            drawn.count = number + 1 if is_last else None
-            if self.worker_rank is not None:
-                part = WorkerSeed(mix(self.seed, self.epoch, self.worker_rank, each.end), part)
-            yield part
+        plan, number = self.plan, 0
+        if not plan.dispatch:
+            plan = plan._replace(drop_last=self.drop_last)
+        drawn.padded = self._find_padded()
+        begun = _begin(self._checked(), plan, self.batch_size, self.start)
+        rounds = deal_whole(begun, plan) if plan.dispatch else deal(begun, plan)
+        mine = (each for each in rounds if plan.dispatch or plan.rank < len(each.parts))
+        for each, is_last in with_last(mine):
+            parts = each.parts if plan.dispatch else [each.parts[plan.rank]]
+            drawn.rounds[number] = each._replace(parts=[None] * len(parts), is_last=is_last)
+            for rank, part in enumerate(parts, self.worker_rank or 0):
+                number += 1
+                if self.worker_rank is not None:
+                    part = WorkerSeed(mix(self.seed, self.epoch, rank, each.end), part)
+                yield part
+
+    def _find_padded(self) -> int | None:
+        """Return the items in a batch if one will be padding in part, as far as is known."""
+        plan, size = self.plan, self.plan.size or self.batch_size
+        if plan.ranks == 1 or not plan.even or plan.dispatch or self.drop_last or not size:
+            return None
+        if type(self.batch_sampler) is not BatchSampler:
+            return None  # its batches may be of mixed sizes, which keep them
+        size = size // plan.ranks if plan.split else size
+        with contextlib.suppress(TypeError):  # its length is not known
+            return size if len(self.sampler) % size else None
+        return None
 
     def _checked(self) -> Iterator[Any]:
         """Yield the batches, after a check that the first ones are the same on all ranks.
@@ -150,7 +172,9 @@ class BatchShard:
         batches = iter(self.batches)
         if self.plan.split:
             batches = map(_batch_to_split, batches)
-        if self.checked and self.plan.ranks > 1 and not has_type(self.batch_sampler, SEEDED):
+        plan = self.plan
+        here = self.checked and plan.ranks > 1 and not plan.dispatch
+        if here and not has_type(self.batch_sampler, SEEDED):
             first = list(islice(batches, self.plan.ranks))
             order = [list(one) if isinstance(one, list | tuple) else one for one in first]
             assert_same(order, f"the order of {type(self.batch_sampler).__name__}")
@@ -175,102 +199,138 @@ def _batch_to_split(batch: object) -> Any:
     return batch
 
 
-# -- read by rank 0 for all ----------------------------------------------------------------------
+# -- read by rank 0 for all, or by each rank for itself --------------------------------------------
 
 
-def dispatch(
-    begin: Callable[[], Iterator[Any]],
-    plan: ShardPlan,
-    size: int | None,
-    *,
-    single: bool = False,
-    start: int = 0,
-    skip: int = 0,
-) -> Iterator[tuple[Any, int | None, int]]:
-    """Yield this rank's batches of those that `begin` yields on rank 0. Collective each time.
+class Collated(list[Any]):
+    """A batch, in as many parts as ranks share it."""
 
-    With each comes how many items of its round are no padding, if there is any, and the position
-    after it. The first `start` items and `skip` rounds are left out. Rank 0 reads them all the
-    same: they may pad the last round. A batch may be a `single` item.
+    def __init__(self, parts: Iterable[Any], sizes: Iterable[int]) -> None:
+        super().__init__(parts)
+        self.sizes: list[int] = [*sizes]  #: the items of each part
+
+
+def _cut(batch: Any, part: int) -> list[Any]:
+    return [batch[i : i + part] for i in range(0, len(batch), max(1, part))]
+
+
+class Collate:
+    """Collates the items of a stream in parts: no tensor has to be cut afterwards."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+        self.parts = 1  #: of each batch
+
+    def __call__(self, items: list[Any]) -> Collated:
+        """Return the batch of these items."""
+        parts = _cut(items, -(-len(items) // self.parts))
+        return Collated(map(self.collate, parts), map(len, parts))
+
+
+class StreamBatches:
+    """Batches of a stream, of `size` items: a loader takes as many as there are in a list.
+
+    A batch ends after `start` items, where another size may have left the stream. Other attributes
+    are those of the `sampler` of the plain loader.
+    """
+
+    size: int = 1
+    start: int = 0
+
+    def __init__(self, sampler: Any) -> None:
+        self._plain = sampler
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_plain":  # not set yet
+            raise AttributeError(name)
+        return getattr(self._plain, name)
+
+    def __iter__(self) -> Iterator[list[None]]:
+        before, rest = divmod(self.start, self.size)
+        sizes = chain(repeat(self.size, before), [rest] * bool(rest), repeat(self.size))
+        return ([None] * size for size in sizes)
+
+
+def dispatch(begin: Callable[[], Iterator[Round]], plan: ShardPlan) -> Iterator[tuple[Any, Round]]:
+    """Yield this rank's batches of the rounds that `begin` yields on rank 0. Collective each time.
+
+    With each comes its round.
 
     :raises PeerFailed: on the others, if reading fails on rank 0.
     """
-    if plan.ranks == 1:
-        plan = plan._replace(split=False)
-
-    def rounds() -> Iterator[Round]:
-        batches = begin()
-        first = list(islice(batches, 1))
-        whole = single or not any(tensor.ndim for batch in first for tensor in tensors_of(batch))
-        kind = _OF_SINGLES if whole and not plan.split else _OF_TENSORS
-        dealt = deal(chain(first, batches), plan, kind, size, mixed=whole, start=start)
-        return islice(dealt, skip, None)
-
     left: Iterator[Round] | None = None
 
     def read() -> Round | None:
         nonlocal left
-        left = rounds() if left is None else left
+        left = begin() if left is None else left
         return next(left, None)
 
     if plan.ranks > 1:
         read = on_main(share=True)(read)
     while (found := read()) is not None:
         if plan.rank < len(found.parts):
-            yield found.parts[plan.rank], found.real, found.end
+            yield found.parts[plan.rank], found
         if found.is_last:
             return  # a rank that got no batch does not call again, so the others must not
 
 
-# -- how batches are dealt, of indices and of tensors ---------------------------------------------
+# -- how batches are dealt -------------------------------------------------------------------------
 
 
 class Round(NamedTuple):
     """One batch per rank."""
 
     parts: list[Any]  #: by rank; there may be fewer than ranks
-    real: int | None  #: items that are not padding, if there is any padding
+    #: of each rank, the items of its batch, and those that are not padding; None if all are such
+    items: list[tuple[int, int]] | None
     end: int  #: the position after it
     is_last: bool = False  #: it is known that no other follows
 
 
-class Kind(NamedTuple):
-    """The kind of a batch: how its items are counted, cut and joined."""
+class Begun(NamedTuple):
+    """Batches that are to be dealt."""
 
-    length: Callable[[Any], int]
-    cut: Callable[[Any, int, int], Any]
-    join: Callable[[list[Any]], Any]
+    first: list[Any]  #: of the epoch: they pad its last round
+    batches: Iterator[Any]
+    end: int  #: the position before them
+    size: int | None  #: of each but the last; None: they are of mixed sizes
 
 
-def deal(
-    batches: Iterator[Any], plan: ShardPlan, kind: Kind, size: int | None = None, *,
-    mixed: bool = False, start: int = 0,
-) -> Iterator[Round]:  # fmt: skip
-    """Yield the batches after the first `start` items, one per rank.
+def deal_whole(begun: Begun, plan: ShardPlan) -> Iterator[Round]:
+    """Yield batches, or the parts of split ones, one per rank; whole ones pad the last round."""
+    first, batches, end, _ = begun
+    at_once = 1 if plan.split else plan.ranks
+    padding = [*chain.from_iterable(zip(batch, batch.sizes, strict=True) for batch in first)]
+    rounds: Iterator[tuple[list[Any], bool]] = (
+        (held, len(held) < at_once) for held in iter(lambda: [*islice(batches, at_once)], [])
+    )
+    if plan.split and not plan.even:  # a rank without a part of the last one does not ask again
+        rounds = with_last(held for held, _ in rounds)
+    for held, is_last in rounds:
+        if plan.drop_last and len(held) < at_once:
+            return
+        dealt = [*chain.from_iterable(zip(batch, batch.sizes, strict=True) for batch in held)]
+        end += sum(size for _, size in dealt)
+        items = [(size, size) for _, size in dealt]
+        if plan.even and len(dealt) < plan.ranks:
+            more = [*islice(cycle(padding), plan.ranks - len(dealt))]
+            dealt, items = [*dealt, *more], [*items, *((size, 0) for _, size in more)]
+        is_padded = any(size != real for size, real in items)
+        yield Round([p for p, _ in dealt], items if is_padded else None, end, is_last)
 
-    Each has `size` items, by default those of the first one. Batches are of `mixed` sizes once one
-    that is not the last has another size.
+
+def deal(begun: Begun, plan: ShardPlan) -> Iterator[Round]:
+    """Yield batches of indices, one per rank, all of one size.
+
+    They are of mixed sizes once one that is not the last has another size: then they keep them.
     """
+    first, batches, end, known = begun
     ranks, at_once = plan.ranks, 1 if plan.split else plan.ranks
-    even = plan.even and ranks > 1
-    first = list(islice(batches, at_once))  # they pad the last ones
-    batches = chain(first, batches)
-    size = size or (kind.length(first[0]) if first else 1)
-    end, recut = 0, plan.size is not None
-    while end < start and (held := [*islice(batches, 1)]):
-        length = kind.length(held[0])
-        end += length
-        if end > start:  # it was dealt in other sizes
-            batches = chain([kind.cut(held[0], length - (end - start), length)], batches)
-            end, recut = start, recut or not mixed
-        else:
-            mixed |= length != size and not recut
-    if recut:
-        size = plan.size or size
-        batches = _recut(batches, kind, size, plan.drop_last)
+    even, mixed = plan.even and ranks > 1, known is None
+    size = known or (_length(first[0]) if first else 1)
     ahead: list[Any] = []  # read to see whether there are more
     while held := [*ahead, *islice(batches, at_once - len(ahead))]:
-        sizes = [kind.length(batch) for batch in held]
+        sizes = [_length(batch) for batch in held]
         *others, last = sizes
         is_odd = last != size or len(held) < at_once
         ahead = list(islice(batches, 1)) if is_odd else []  # otherwise do not wait for it
@@ -281,91 +341,93 @@ def deal(
         end += count
         if plan.split:
             usual, more = (last, held) if mixed else (size, first)
-            parts, real = _cut(kind, held, last, -(-usual // ranks), more if even else [], ranks)
+            parts = _share(held, -(-usual // ranks), more if even else [], ranks)
         elif len(held) == ranks and (mixed or last == size):
-            parts, real = held, None
+            parts = held
         elif plan.drop_last and len(held) < ranks:
             return
         elif not mixed:
-            parts, real = _cut(kind, held, count, size, first if even else [], ranks)
-        elif not even:
-            parts, real = held, None
+            parts = _share(held, size, first if even else [], ranks)
         else:
-            parts, real = [*held, *islice(cycle(first), ranks - len(held))], count
-        yield Round(parts, real, end, is_last)
+            parts = [*held, *islice(cycle(first), (ranks - len(held)) * even)]
+        yield Round(parts, _items(parts, count), end, is_last)
 
 
-def _recut(batches: Iterator[Any], kind: Kind, size: int, drop_last: bool) -> Iterator[Any]:
-    """Yield batches of `size` items, and a smaller last one unless that is dropped."""
-    held: list[Any] = []
-    count = 0
-    for batch in batches:
-        held.append(batch)
-        count += kind.length(batch)
-        while count >= size:
-            whole = kind.join(held)
-            yield kind.cut(whole, 0, size)
-            held, count = [kind.cut(whole, size, count)], count - size
-    if count and not drop_last:
-        yield kind.join(held)
+def _length(batch: Any) -> int:
+    return len(batch) if _is_batch(batch) else 1
 
 
-def _cut(
-    kind: Kind, batches: list[Any], count: int, part: int, more: list[Any], ranks: int
-) -> tuple[list[Any], int | None]:
-    """Return parts of `part` items of `count`, and `count` if the items of `more` pad the last."""
-    part = max(1, part)
-    full, real, whole = part * ranks, None, kind.join(batches)
-    if more and 0 < count < full:
-        real, padding = count, kind.join(more)
-        while count < full:
-            added = kind.cut(padding, 0, full - count)
-            count += kind.length(added)
-            whole = kind.join([whole, added])
-    return [kind.cut(whole, i, min(i + part, count)) for i in range(0, count, part)], real
+def _items(parts: list[Any], count: int) -> list[tuple[int, int]] | None:
+    """Return the items of each part, and how many of them are among the first `count`."""
+    sizes = [_length(part) for part in parts]
+    ends = accumulate(sizes)
+    items = [
+        (size, min(max(count - (end - size), 0), size))
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+    return items if count < sum(sizes) else None
 
 
-def _slice(batch: Any, start: int, stop: int) -> Any:
-    """Return some items of a batch: rows of its tensors, and of plain lists as long as those."""
-    count = batch_length(batch)
-
-    def cut(part: Any) -> Any:
-        if torch.is_tensor(part):
-            return part[start:stop].clone() if part.ndim else part
-        return part[start:stop] if len(part) == count else part
-
-    return map_tensors(cut, batch, lambda part: torch.is_tensor(part) or _is_plain_list(part))
+def _join(batches: Iterable[Any]) -> list[Any]:
+    return [index for batch in batches for index in batch]
 
 
-def _join(batches: list[Any]) -> Any:
-    """Return one batch with the items of all.
+def _share(batches: list[Any], part: int, more: list[Any], ranks: int) -> list[Any]:
+    """Return parts of `part` indices; those of `more` pad the last ones."""
+    whole = _join(batches)
+    missing = max(1, part) * ranks - len(whole)
+    if more and whole and missing > 0:
+        whole += islice(cycle(_join(more)), missing)
+    return _cut(whole, part)
 
-    :raises TypeError: if the batches differ in structure.
+
+def _begin(batches: Iterator[Any], plan: ShardPlan, size: int | None, start: int) -> Begun:
+    """Return the batches of indices after the first `start` of them, of the size that is asked."""
+    first = [*islice(batches, 1 if plan.split else plan.ranks)]
+    batches, end, known = chain(first, batches), 0, size
+    size = size or (_length(first[0]) if first else 1)
+    recut = plan.size is not None
+    while end < start and (held := [*islice(batches, 1)]):
+        length = _length(held[0])
+        end += length
+        if end > start:  # it was dealt in other sizes
+            batches = chain([list(held[0][length - (end - start) :])], batches)
+            end, recut = start, recut or known is not None
+        elif length != size and not recut:
+            known = None
+    if recut:
+        known = plan.size or size
+        batches = _recut(batches, known, plan.drop_last)
+    if not plan.dispatch:
+        return Begun(first, batches, end, known)
+
+    def whole(batch: Any) -> Collated:
+        if not _is_batch(batch):
+            return Collated([batch], [1])
+        parts = _cut(batch, -(-len(batch) // plan.ranks)) if plan.split else [batch]
+        return Collated(parts, map(len, parts))
+
+    return Begun([*map(whole, first)], map(whole, batches), end, known)
+
+
+def begin_stream(batches: Iterator[Collated], plan: ShardPlan, start: int) -> Begun:
+    """Return the batches of a stream after the first `start` items, which are read again.
+
+    :raises ValueError: if `start` is inside of a batch.
     """
-    first = batches[0]
-    if torch.is_tensor(first):
-        return torch.cat(batches) if first.ndim else first
-    if isinstance(first, Mapping):
-        return as_mapping_type(first, {key: _join([b[key] for b in batches]) for key in first})
-    if _is_plain_list(first):
-        return type(first)(item for batch in batches for item in batch)
-    if isinstance(first, list | tuple):
-        parts = [_join(list(part)) for part in zip(*batches, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    return first
+    first, end = [*islice(batches, 1 if plan.split else plan.ranks)], 0
+    batches = chain(first, batches)
+    while end < start and (held := [*islice(batches, 1)]):
+        end += sum(held[0].sizes)
+    if end > start:
+        what = f"a stream that several workers read cannot go on after {start} items"
+        raise ValueError(f"{what}: a batch ends after {end}; keep its size, or use one worker")
+    return Begun(first, batches, end, None)
 
 
-def _is_plain_list(part: object) -> bool:
-    """Return whether `part` is a list or tuple of objects that are no tensors or containers."""
-    if not isinstance(part, list | tuple) or hasattr(part, "_fields"):
-        return False
-    return not any(isinstance(item, torch.Tensor | Mapping | list | tuple) for item in part)
-
-
-_OF_INDICES = Kind(
-    lambda batch: len(batch) if _is_batch(batch) else 1,
-    lambda batch, start, stop: list(batch[start:stop]),
-    lambda batches: [index for batch in batches for index in batch],
-)
-_OF_TENSORS = Kind(batch_length, _slice, _join)
-_OF_SINGLES = Kind(lambda _: 1, _slice, _join)  # never cut, and never joined
+def _recut(batches: Iterator[Any], size: int, drop_last: bool) -> Iterator[Any]:
+    """Yield batches of `size` indices, and a smaller last one unless that is dropped."""
+    indices = (index for batch in batches for index in batch)
+    while batch := [*islice(indices, size)]:
+        if len(batch) == size or not drop_last:
+            yield batch

@@ -19,7 +19,19 @@ from syncprims.training.pytree import to_device
 from syncprims.training.rng import WorkerSeed, draw_seed, epoch_generator
 
 from . import sampling
-from .batch_shards import BatchShard, ShardPlan, dispatch, with_last
+from .batch_shards import (
+    BatchShard,
+    Collate,
+    Collated,
+    Draw,
+    Round,
+    ShardPlan,
+    StreamBatches,
+    begin_stream,
+    deal_whole,
+    dispatch,
+    with_last,
+)
 from .sampling import EpochSetter, SeedableRandomSampler, samplers
 
 T = TypeVar("T")
@@ -33,8 +45,10 @@ class Cursor:
         self.serial: int = 0  #: of its latest batch
         self.at_end = False  #: the latest batch is the last
         self.beside: tuple[Cursor, ...] = ()  #: others that alternate with it, as in ``zip``
-        self.real: int | None = None  #: items of all ranks' latest batches that are not padding
-        self.single = False  #: each of these is one item, whatever that holds
+        #: of each rank, the items of its latest batch, and those that are not padding; None if all
+        #: are such
+        self.items: list[tuple[int, int]] | None = None
+        self.padded: int | None = None  #: items in a batch, if a later one is padding in part
         self.resharded = False  #: the rest of the epoch has to be distributed again
 
     @property
@@ -140,6 +154,12 @@ class PreparedLoader(DataLoader[T]):
         return self._plan.size or (self.loader if shard is None else shard).batch_size
 
     @property
+    def collate_fn(self) -> Any:  # type: ignore[override]  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The function that makes a batch of items."""
+        collate = self.loader.collate_fn
+        return collate.collate if isinstance(collate, Collate) else collate
+
+    @property
     def total_dataset_length(self) -> int:
         """The number of items of the whole dataset, for all ranks."""
         return len(cast("Sized", self.loader.dataset))
@@ -155,8 +175,10 @@ class PreparedLoader(DataLoader[T]):
 
     def _change_plan(self, **changes: Any) -> None:
         self._plan = self._plan._replace(**changes)
-        if self._shard is not None and not (self._plan.dispatch or self._shards_itself):
+        if self._shard is not None and not self._shards_itself:
             self._shard.plan = self._plan
+        elif self._shard is None:  # workers that persist collate for the plan before
+            vars(self.loader)["_iterator"] = None
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`."""
@@ -169,7 +191,14 @@ class PreparedLoader(DataLoader[T]):
         """
         progress = self._progress
         state = {"seed": self._known_seed(), "epoch": progress.epoch, "samples": progress.samples}
-        return {**state, "at_end": True} if progress.at_end else state
+        return state | self._read_by | ({"at_end": True} if progress.at_end else {})
+
+    @property
+    def _read_by(self) -> dict[str, Any]:
+        """What decides in which order several workers read a stream: they take turns."""
+        workers = self.loader.num_workers
+        turns = self._shard is None and workers > 1
+        return {"workers": workers, "batch_size": self._size} if turns else {}
 
     def _known_seed(self) -> int:
         if self._progress.seed is None:
@@ -204,6 +233,11 @@ class PreparedLoader(DataLoader[T]):
         if self._shards_itself and samples % get_world_size():
             what = f"{self._own_shares()} of {get_world_size()} ranks cannot begin at {samples}"
             raise ValueError(f"{what}; let the loader shard the data")
+        now = self._read_by
+        before = {name: state[name] for name in ("workers", "batch_size") if name in state}
+        if samples and now != before:
+            what = f"{now or 'one worker'} cannot begin at {samples} items, where"
+            raise ValueError(f"a stream: {what} {before or 'one worker'} ended; keep the number")
 
     def reshard(self, change: Change, *, keep: Literal["local", "global"] = "local") -> None:
         """Distribute the rest of the epoch to the ranks of the world after a change. Collective.
@@ -264,13 +298,17 @@ class PreparedLoader(DataLoader[T]):
         drawn: Any = None
         for number, batch in enumerate(self._begin(epoch, start // each, skip), skip):
             drawn = drawn or shard.latest  # only now: a loader's own __iter__ may be a generator
-            if number not in drawn.rounds:
-                raise self._refuse_iteration("a batch that its sampler has not given")
-            cursor.real, end = drawn.rounds.pop(number)
-            cursor.at_end, cursor.single = number + 1 == drawn.count, shard.single
-            yield batch, end * each
+            found = self._drawn_round(drawn, number)
+            cursor.items, cursor.at_end, cursor.padded = found.items, found.is_last, drawn.padded
+            yield batch, found.end * each
         if drawn is not None and not cursor.at_end:
             raise self._refuse_iteration("fewer batches than its sampler")
+
+    def _drawn_round(self, drawn: Draw, number: int) -> Round:
+        """Return the facts about the batch of this number."""
+        if number not in drawn.rounds:
+            raise self._refuse_iteration("a batch that its sampler has not given")
+        return drawn.rounds.pop(number)
 
     def _refuse_iteration(self, what: str) -> ConfigurationError:
         name = f"{type(self.loader).__name__}.__iter__()"
@@ -285,21 +323,42 @@ class PreparedLoader(DataLoader[T]):
 
         A stream of each rank's own is read in the same way, and not sent.
         """
-        plan, single = self._plan, self.loader.batch_sampler is None
-        each = 1
+        plan, each = self._plan, 1
         if self._shards_itself:
-            each, plan = plan.ranks, ShardPlan(0, 1)
-        sent = dispatch(
-            lambda: self._begin(epoch), plan, self._size,
-            single=single, start=start // each, skip=skip,
-        )  # fmt: skip
-        cursor.single = single and not plan.split
-        for (batch, cursor.real, end), cursor.at_end in with_last(sent):
-            yield batch, end * each
+            each, plan = plan.ranks, ShardPlan(0, 1, drop_last=plan.drop_last)
+        sent = dispatch(lambda: self._rounds(plan, epoch, start // each, skip), plan)
+        for (batch, found), cursor.at_end in with_last(sent):
+            cursor.items = found.items
+            yield batch, found.end * each
+
+    def _rounds(self, plan: ShardPlan, epoch: int, start: int, skip: int) -> Iterator[Round]:
+        """Yield the batches of all ranks, as this one reads them."""
+        if self._shard is None:
+            size = None if self.loader.batch_size is None else self._size
+            batches = self._begin(epoch, start)
+            read = (
+                one if isinstance(one, Collated) else Collated([one], [size or 1])
+                for one in batches
+            )
+            yield from islice(deal_whole(begin_stream(read, plan, start), plan), skip, None)
+            return
+        number = skip * plan.ranks
+        batches = self._begin(epoch, start, number)
+        for batch in batches:
+            found = self._drawn_round(self._shard.latest, number)
+            number += len(found.parts)
+            parts = [batch, *islice(batches, len(found.parts) - 1)]
+            if len(parts) < len(found.parts):
+                raise self._refuse_iteration("fewer batches than its sampler")
+            yield found._replace(parts=parts)
+            if found.is_last:
+                return
 
     def _begin(self, epoch: int, start: int = 0, skip: int = 0) -> Iterator[Any]:
         """Return the batches of `epoch`; those that are left out are not read if possible."""
         seed, loader, shard = self._progress.seed, self.loader, self._shard
+        if isinstance(loader.collate_fn, Collate):
+            self._begin_stream(loader.collate_fn, start)
         if seed is None and self._generator is not None:
             self._generator.set_state(broadcast(self._generator.get_state()))
         self._seed_workers(seed, epoch)
@@ -315,6 +374,14 @@ class PreparedLoader(DataLoader[T]):
                 by_batch = loader.worker_init_fn is None and _iterates_as_torch(loader)
                 shard.worker_rank = self._plan.rank if by_batch and loader.num_workers else None
         return iter(loader)
+
+    def _begin_stream(self, collate: Collate, start: int) -> None:
+        """Say how many items each batch takes, and into how many parts it is cut."""
+        plan, batches, size = self._plan, self.loader.batch_sampler, self._size or 1
+        collate.parts = plan.ranks if plan.split else 1
+        if isinstance(batches, StreamBatches):
+            # Several workers take turns, so all batches have to be those of before.
+            batches.size, batches.start = size, start if self.loader.num_workers < 2 else 0
 
     def _seed_workers(self, seed: int | None, epoch: int) -> None:
         """Give workers numbers of their own on each rank: torch seeds them from the generator."""
@@ -510,6 +577,10 @@ def _check(loader: object, split: bool, *, dispatched: bool) -> None:
     if split and not dispatched and _is_stream(loader):
         what = "split_batches: a stream of each rank's own (dispatch_batches=False) has no batches"
         raise ValueError(f"{what} of all ranks; leave one of the two out")
+    plain = loader.batch_size is not None and _iterates_as_torch(loader)
+    if split and _is_stream(loader) and not plain and get_world_size() > 1:
+        what = f"split_batches: what {type(loader).__name__} makes of a stream cannot be cut"
+        raise ValueError(f"{what}; use a plain DataLoader with a batch_size, or no split_batches")
 
 
 def _common_seed(loader: DataLoader[Any]) -> int:
@@ -544,11 +615,14 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan, seed: int | None = None) ->
     own = vars(mine)  # torch refuses to set these attributes
     own["_iterator"] = None  # workers that persist stay those of `loader`
     if _is_stream(loader):
+        if loader.batch_size is not None and _iterates_as_torch(loader):
+            batches = StreamBatches(loader.batch_sampler)
+            own |= {"collate_fn": Collate(loader.collate_fn), "batch_sampler": batches}
         return mine
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler: Any = getattr(loader, name)
     sampler = sampler if seed is None else _make_seedable(sampler, seed)
-    if plan.dispatch or sampling.is_sharded(sampler):
+    if sampling.is_sharded(sampler):
         plan = ShardPlan(0, 1, plan.even)
     own[name] = shard = BatchShard(sampler, plan)
     if getattr(mine, name) is not shard:
