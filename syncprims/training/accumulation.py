@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,15 +18,16 @@ from torch.optim import Optimizer
 
 from syncprims import all_gather, all_reduce, any_rank, get_world_size
 
+from .averager import Averager
 from .data.loader import Cursor, OpenLoaders
 from .gradient_sync import (
-    BackwardWatch,
     average_gradients,
     averages_gradients_itself,
     broadcast_buffers,
     gradient_sync,
 )
 from .precision import Precision, forget_gradients
+from .pytree import is_dtensor
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -48,8 +49,10 @@ class Accumulator:
     never. With `divide_by_steps` every mean loss is divided by `steps` at once, as in Accelerate:
     also where a window holds fewer.
 
-    A plain ``loss.backward()`` averages over the ranks, too, except in a block that closes no
-    window. It does not count as a micro-batch, and its loss is not scaled.
+    A prepared model that the block does not name, and that its passes reach, is averaged after each
+    of them, and scaled with the window. A plain ``loss.backward()`` averages over the ranks, too,
+    except in a block that closes no window. It does not count as a micro-batch, and its loss is not
+    scaled.
 
     :raises ValueError: if `steps` is not positive; TypeError if it is not a whole number.
     """
@@ -79,7 +82,8 @@ class Accumulator:
         self.schedules: list[Any] = []  #: that follow these optimizers
         self._windows: dict[tuple[nn.Module, ...], AccumulationWindow] = {}
         self.entered: list[AccumulationWindow] = []  #: in the order of their latest blocks
-        self._averager = Averager(self.models, self.entered)
+        self.adoptions: int = 0  #: of models that windows do not name
+        self._averager = Averager(self._waiting, self._half_full)
         self.steps = steps
 
     @property
@@ -103,6 +107,14 @@ class Accumulator:
         window = self.entered[-1] if self.entered else self.accumulate()
         window.sync = bool(sync)
 
+    def _waiting(self) -> list[nn.Module]:
+        """Return the models whose gradients wait for the end of their window."""
+        return [m for w in self.entered if w.inside and not w.averages for m in w.models]
+
+    def _half_full(self) -> list[nn.Module]:
+        """Return the models whose windows wait for more micro-batches."""
+        return [m for w in self.entered if w.is_half_full for m in w.models]
+
     # -- micro-batches --------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module) -> AccumulationWindow:
@@ -119,7 +131,7 @@ class Accumulator:
         chosen = models or self.models
         window = self._windows[models] = AccumulationWindow(chosen, models, self)
         for model in chosen:
-            self._averager.watch_model(model)
+            self._averager.watch(model)
         self.entered.append(window)
         return window
 
@@ -165,13 +177,13 @@ class Accumulator:
         if announce is not None:
             announce("backward", weight is not None)
         window.count_pass(weight)
-        if window.sync:
-            factor = window.close_factor()
+        factor = window.close_factor() if window.sync else 1.0 / window.divisor
+        if window.inside and self._averager.unsynced:
+            with self._averager.reducing_shards():
+                self._run_backward(loss, factor, options)
         else:
-            factor = 1.0 / self.steps if self.divide_by_steps and weight is None else 1.0
-        self._run_backward(loss, factor, options)
-        if window.averages:
-            self._averager.average(window.models, skip=self._averager.unsynced)
+            self._run_backward(loss, factor, options)
+        window.average()
 
     def _backward_outside(
         self, loss: torch.Tensor, weight: float | None, options: dict[str, Any]
@@ -186,12 +198,11 @@ class Accumulator:
                 raise ValueError(f"{what}; put it in `with accumulate(model):`")
             factor = _mean_factor(all_reduce(_checked(weight), name="weights"))
         self._run_backward(loss, factor, options)
-        self._averager.average_outside(self.models)
+        self._averager.average_outside()
 
     def _run_backward(self, loss: torch.Tensor, factor: float, options: dict[str, Any]) -> None:
         """Add the gradients of `loss` times `factor`."""
-        watch = self._averager.watch
-        watch.paused = True
+        self._averager.begin_pass()
         try:
             if self.precision.scaler is not None:
                 loss = self.precision.scaler.scale(loss)
@@ -202,7 +213,7 @@ class Accumulator:
             else:  # the factor as the loss's own gradient: the same numbers, and two kernels less
                 loss.backward(torch.full_like(loss, factor), **options)  # type: ignore[no-untyped-call]
         finally:
-            watch.paused = False
+            self._averager.end_pass()
 
     def flush(self) -> bool:
         """Close windows that are not full: average and scale them, and let the next step pass.
@@ -240,6 +251,7 @@ class Accumulator:
         window = self._window_of(chosen)
         if window is not None and not window.sync:
             return window.norm if window.norm is not None else torch.zeros(())
+        self._averager.check_averaged(chosen, "clip_grad_norm_()")
         self._unscale(chosen)
         norm: torch.Tensor = torch_clip_norm_(chosen, max_norm, norm_type)
         if window is not None:
@@ -251,8 +263,10 @@ class Accumulator:
         chosen = _listed(parameters)
         window = self._window_of(chosen)
         if window is None or window.sync:
+            self._averager.check_averaged(chosen, "clip_grad_value_()")
             self._unscale(chosen)
-            torch_clip_value_(chosen, clip_value)
+            if any(p.grad is not None for p in chosen):  # else torch raises an error
+                torch_clip_value_(chosen, clip_value)
 
     def _window_of(self, parameters: Iterable[torch.Tensor]) -> AccumulationWindow | None:
         """Return the window of these gradients; of several, the last entered one."""
@@ -291,95 +305,6 @@ class Accumulator:
             window.restart()
 
 
-class Averager:
-    """Averages the gradients of one accumulator's models over the ranks."""
-
-    def __init__(self, models: list[nn.Module], entered: list[AccumulationWindow]) -> None:
-        """`models` are the prepared ones; both lists are the accumulator's, which changes them."""
-        self._models, self._entered = models, entered
-        #: Of :func:`join_uneven_inputs`: announces an event of this rank to the others, and returns
-        #: what the ranks that still train have announced.
-        self.announce: Callable[[str, Any], list[Any]] | None = None
-        self.first_active: int = 0  #: the lowest rank that still trains
-        self.unsynced: list[nn.Module] = []  #: models in a block of `no_sync`
-        self.watch: BackwardWatch = BackwardWatch(self._average_plain)
-        self._averaged: dict[nn.Parameter, torch.Tensor | None] = {}  # while ranks join
-
-    def watch_model(self, model: nn.Module) -> None:
-        """Average the gradients of `model` after passes that the library does not run, too."""
-        is_ddp = isinstance(model, DistributedDataParallel)
-        if get_world_size() > 1 and (is_ddp or not averages_gradients_itself(model)):
-            self.watch.add(model)
-
-    @contextlib.contextmanager
-    def with_sync(self, model: nn.Module, *, enabled: bool) -> Generator[None]:
-        """In this block, average the gradients of `model` after a backward pass, or do not."""
-        before = self.unsynced
-        others = [other for other in before if other is not model]
-        self.unsynced = others if enabled else [*others, model]
-        try:
-            with gradient_sync(model, enabled):
-                yield
-        finally:
-            self.unsynced = before
-
-    def _average_plain(self, models: Sequence[nn.Module]) -> None:
-        """Average after a script's own backward pass, unless a window holds its gradients."""
-        waiting = [m for w in self._entered if w.inside and not w.averages for m in w.models]
-        self.average_outside([m for m in models if m not in waiting])
-
-    def average_outside(self, models: Sequence[nn.Module]) -> None:
-        """Average gradients that a backward pass outside of windows left in `models`. Collective.
-
-        Those in a block of `no_sync` wait. The buffers of the others are main's afterwards, except
-        where ranks without batches join.
-        """
-        models = [m for m in models if m not in self.unsynced]
-        if get_world_size() == 1 or not models:
-            return
-        if self.announce is None:
-            for model in models:
-                if any(True for _ in model.buffers()):
-                    broadcast_buffers(model)
-            self.average(models)
-            return
-        own = dict.fromkeys(p for m in models for p in m.parameters())
-        numbers = [i for i, known in enumerate(self._models) if known in models]
-        uncleared = any(p.grad is not None and p.grad is self._averaged.get(p) for p in own)
-        self.announce("gradients", (numbers, uncleared))
-        average_gradients(own)
-        self._averaged.update((p, p.grad) for p in own)
-
-    def average(self, models: Sequence[nn.Module], skip: Collection[nn.Module] = ()) -> None:
-        """Average the gradients of `models` that no wrapper averages, but for `skip`. Collective.
-
-        Of DDP, these are what it has missed on any rank; while ranks join, it averages nothing.
-        """
-        if get_world_size() == 1:
-            return
-        joining = self.announce is not None
-        skipped = {p for model in skip for p in model.parameters()}
-        chosen = [m for m in models if joining or not averages_gradients_itself(m)]
-        own = dict.fromkeys(p for m in chosen for p in m.parameters())
-        average_gradients(p for p in own if p not in skipped)
-        if joining:
-            return
-        wrapped = [m for m in models if isinstance(m, DistributedDataParallel) and m not in skip]
-        missed = [self.watch.misses(m) for m in wrapped]
-        if missed and any_rank(any(missed), name="gradients outside of DDP"):
-            average_gradients(dict.fromkeys(p for m in wrapped for p in m.parameters()))
-
-    def end_join(self) -> None:
-        """Return to ranks with equally many micro-batches."""
-        self.announce, self.first_active = None, 0
-        self._averaged.clear()
-
-    def clear(self) -> None:
-        """Forget all models."""
-        self._averaged.clear()
-        self.watch.clear()
-
-
 class AccumulationWindow:
     """The gradients of some models, from one step to the next.
 
@@ -403,14 +328,19 @@ class AccumulationWindow:
         self._driver: Cursor | None = None  # the loader whose last batch closes it
         self._chunked = False  # one batch makes several micro-batches
         self._unsynced = contextlib.ExitStack()
+        # FSDP keeps sums that it has not reduced in a place of its own, where nothing scales them:
+        # so it reduces those of each micro-batch.
+        self._wrapped = [m for m in models if isinstance(m, DistributedDataParallel)]
+        self._buffered: list[nn.Module] = []
+        self._note_buffers(models)
+        #: models without a window of their own, which its passes have reached, and whether in it
+        self._others: dict[nn.Module, bool] = {}
         self._ids = {id(p) for p in self.parameters}
-        self._wrapped = [m for m in models if averages_gradients_itself(m)]
-        sends_buffers = get_world_size() > 1
-        self._buffered = [m for m in models if sends_buffers and any(True for _ in m.buffers())]
         self._reset()
 
     def _reset(self) -> None:
         self.period: object = object()  #: the identity of the sums until the next step
+        self.divisor: float = 1.0  #: of each loss, before the factor of all is known
         self.count: int = 0  #: micro-batches, the current one included
         self.passes: int = 0  #: backward passes
         self.sync = False
@@ -421,6 +351,7 @@ class AccumulationWindow:
         self.current: float | None = None
         self._ends_loader = False  # it is the last one of its loader
         self._factor: float | None = None  # the sums were scaled by it
+        self._others = dict.fromkeys(self._others, False)
 
     @property
     def is_half_full(self) -> bool:
@@ -437,14 +368,43 @@ class AccumulationWindow:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters of all models, each once. Not cached: models may grow."""
-        return list(dict.fromkeys(p for m in self.models for p in m.parameters()))
+        """All parameters of all its models, each once. Not cached: models may grow."""
+        return list(dict.fromkeys(p for m in (*self.models, *self._others) for p in m.parameters()))
 
     def owns(self, ids: Collection[int]) -> bool:
         """Return whether any of these is the id of a parameter of its models."""
         if self._ids.isdisjoint(ids):
             self._ids = {id(p) for p in self.parameters}
         return not self._ids.isdisjoint(ids)
+
+    def average(self) -> None:
+        """Average what a backward pass has left, also in models that the window does not name.
+
+        Collective. Those are averaged at once, and scaled when the window closes, unless they have
+        a window of their own.
+        """
+        for model in self._averager.average(self.models, now=self.averages):
+            if any(model in window.models for window in self._accumulator.entered):
+                self._others.pop(model, None)
+            else:
+                if model not in self._others:
+                    self._accumulator.adoptions += 1
+                    self._note_buffers([model])
+                if not self._others.get(model):
+                    self._check_adopted(model)
+                self._others[model] = True
+
+    def _check_adopted(self, model: nn.Module) -> None:
+        """Raise if the sums of `model` are those of another window, too: each would scale them."""
+        for other in self._accumulator.entered:
+            if other is not self and other._others.get(model) and other.is_half_full:
+                what = f"passes of two windows reach {type(model).__name__}, and none names it"
+                cure = "name it in the accumulate() of one, or give each loop one accumulate(a, b)"
+                raise RuntimeError(f"{what}: {cure}")
+
+    def _note_buffers(self, models: Iterable[nn.Module]) -> None:
+        if get_world_size() > 1:
+            self._buffered += [m for m in models if any(True for _ in m.buffers())]
 
     @property
     def averages(self) -> bool:
@@ -456,10 +416,13 @@ class AccumulationWindow:
     def __enter__(self) -> None:
         if self.inside:
             raise RuntimeError("accumulate() is inside of itself; a block is one micro-batch")
+        if self._accumulator.steps > 1 and any(w.inside for w in self._accumulator.entered):
+            what = "accumulate() is inside of one for other models, which would miss its passes"
+            raise RuntimeError(f"{what}: name all in one block, accumulate(a, b)")
         announce = self._averager.announce
         at_end = self._at_end()
         if announce is not None:
-            check_joinable(self._wrapped)
+            check_joinable(self.models)
             numbers = {id(model): i for i, model in enumerate(self._accumulator.models)}
             if any(id(model) not in numbers for model in self.given):
                 raise ValueError("join_uneven_inputs(): accumulate() takes prepared models there")
@@ -486,6 +449,7 @@ class AccumulationWindow:
             _update_scaler(self._accumulator, besides=self)
             self._reset()
         self.count += 1
+        self._averager.expect(self.models)
         self.current = None
         self._ends_loader = at_end
         self.sync = at_end or self.count >= self._accumulator.steps
@@ -542,6 +506,10 @@ class AccumulationWindow:
             what = "the backward passes of one micro-batch have different weights"
             raise ValueError(f"{what}; add their losses, or use one Accumulator for each")
         self._weighted, self.current = weight is not None, items
+        divides = self._accumulator.divide_by_steps and weight is None
+        if not self.passes:  # sums of fp16 overflow
+            narrow = self._averager.has_narrow
+            self.divisor = float(self._accumulator.steps if divides or narrow else 1)
         self.passes += 1
 
     def close_factor(self) -> float:
@@ -555,17 +523,30 @@ class AccumulationWindow:
             self._factor = _mean_factor(all_reduce(self._items, name="weights"))
         else:
             divides = self._accumulator.divide_by_steps
-            self._factor = 1.0 / (self._accumulator.steps if divides else self.count)
+            self._factor = 1.0 / (self.divisor if divides else self.count)
         if self.count > 1:
             self._scale(self._factor)
         return self._factor
 
     def _scale(self, factor: float) -> None:
-        if factor == 1.0 or (self._accumulator.divide_by_steps and not self._weighted):
-            return  # each loss has been divided
-        there = [p.grad for p in self.parameters if p.grad is not None] if self.passes else []
-        if there:
-            torch._foreach_mul_(there, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        """Make the sums of its passes sums with this factor."""
+        factor *= self.divisor
+        if factor == 1.0 or not self.passes:
+            return
+        chosen = [*self.models, *(model for model, reached in self._others.items() if reached)]
+        sharded = self._averager.sharded
+        scaled: dict[torch.Tensor, None] = dict.fromkeys(
+            p for m in chosen for p in (*m.parameters(), *sharded.get(m, ()))
+        )
+        for optimizer in self._accumulator.optimizers:
+            # What belongs to no model that is known here has no other window.
+            if optimizer._window() is self:
+                rest = (p for p in parameters_of(optimizer) if p not in self._averager.parameters)
+                scaled |= dict.fromkeys(rest)
+        there = [p.grad for p in scaled if p.grad is not None]
+        for kind in True, False:
+            if same := [g for g in there if is_dtensor(g) == kind]:
+                torch._foreach_mul_(same, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def close(self) -> bool:
         """Close the window early on all ranks: scale and average its gradients. Collective.
@@ -581,7 +562,9 @@ class AccumulationWindow:
         if not sums:
             self.count = 0
             return False
-        self._factor = _mean_factor(sum(items for _, items in sums))
+        divides = self._accumulator.divide_by_steps and not sums[0][0]
+        every = sum(items for _, items in sums)
+        self._factor = 1.0 / self.divisor if divides else _mean_factor(every)
         self._scale(self._factor)
         average_gradients(self.parameters)
         self.end_micro_batch()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
+from weakref import WeakSet
 from zlib import crc32
 
 import torch
@@ -20,6 +21,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parameter import is_lazy
 
 from syncprims import RankMismatch, all_gather, all_reduce, broadcast, get_world_size
+from syncprims._world.runtime import get_extras
+
+from .pytree import is_dtensor
 
 #: Bytes that travel at once: enough to hide the price of a round, and no model is held twice.
 BUCKET_BYTES = 16 << 20
@@ -29,26 +33,58 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Replace every gradient by its mean over all ranks: the same bits on each. Collective.
 
     A rank without a gradient counts as zeros if another rank has one; if no rank has one it stays
-    None. Parameters that need no gradient are left out.
+    None. So it is with a frozen parameter, too. A gradient keeps its dtype. It stays sparse, with
+    the rows of all ranks, if it is sparse wherever there is one. DTensors are left to torch.
 
     :raises RankMismatch: on all ranks, if they have different parameters, or freeze others.
     """
-    if get_world_size() == 1:
-        return
     every = list(parameters)
-    signs = _signs_of(every)
-    for bucket in _buckets([p for p in every if p.requires_grad]):
-        if not _average(bucket, signs):
-            lines = [f"parameter {i}, {describe(p)}" for i, p in enumerate(every)]
-            check_alike("the model", lines, "Freeze the same parameters on every rank.")
+    average_all(every)
+    for told in get_extras().get(_TOLD, ()):
+        told.note_average(every)
 
 
-def _signs_of(parameters: Sequence[nn.Parameter]) -> list[float]:
-    """Return numbers of 1 and -1 that say which of the parameters are frozen.
+_TOLD = "training.averages"  # among the world's extras: who is told of averages
 
-    The mean over ranks that freeze others has another number between them.
+
+def tell_of_averages(told: Any) -> None:
+    """Call ``told.note_average(parameters)`` after each :func:`average_gradients` of this world."""
+    get_extras().setdefault(_TOLD, WeakSet()).add(told)
+
+
+def average_all(parameters: Iterable[nn.Parameter]) -> None:
+    """Average as :func:`average_gradients`, and tell nobody."""
+    every = [p for p in parameters if not is_dtensor(p)]
+    if get_world_size() == 1 or not every:
+        return
+    learning = [p for p in every if p.requires_grad]
+    held = [i for i, p in enumerate(every) if p.grad is not None and not p.requires_grad]
+    signs = _signs_of(every, held)
+    try:
+        alike = all(_average(bucket, signs) for bucket in _buckets(learning))
+    except RankMismatch:  # of all ranks: they freeze parameters of other sizes
+        _check_frozen(every)
+        raise
+    if not alike or not learning:
+        _check_frozen(every)
+        held = sorted({i for mine in all_gather(held, name="frozen gradients") for i in mine})
+        signs = _signs_of(every, held)
+        all(_average(bucket, signs) for bucket in _buckets(learning))
+    for bucket in _buckets([every[i] for i in held]):
+        _average(bucket, signs)
+
+
+def _check_frozen(every: Sequence[nn.Parameter]) -> None:
+    lines = [f"parameter {i}, {describe(p)}" for i, p in enumerate(every)]
+    check_alike("the model", lines, "Freeze the same parameters on every rank.")
+
+
+def _signs_of(parameters: Sequence[nn.Parameter], held: Sequence[int]) -> list[float]:
+    """Return numbers of 1 and -1 that say which of the parameters are frozen, and `held` so.
+
+    The mean over ranks that differ has another number between them.
     """
-    digest = crc32(bytes([p.requires_grad for p in parameters]))
+    digest = crc32(bytes([p.requires_grad for p in parameters]) + str(held).encode())
     return [1.0 if digest >> bit & 1 else -1.0 for bit in range(32)]
 
 
@@ -57,13 +93,20 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     buckets: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
     free: dict[tuple[torch.dtype, torch.device], int] = {}
     for p in parameters:
-        kind = p.dtype, p.device
+        kind = _gradient_dtype(p), p.device
         if p.nbytes > free.get(kind, 0):
             buckets.setdefault(kind, []).append([])
             free[kind] = BUCKET_BYTES
         buckets[kind][-1].append(p)
         free[kind] -= p.nbytes
     return [bucket for same_kind in buckets.values() for bucket in same_kind]
+
+
+def _gradient_dtype(p: nn.Parameter) -> torch.dtype:
+    """Return the dtype of its gradient, or of the one that it would have."""
+    if p.grad is not None:
+        return p.grad.dtype
+    return getattr(p, "grad_dtype", None) or p.dtype
 
 
 def _average(bucket: Sequence[nn.Parameter], signs: Sequence[float]) -> bool:
@@ -73,13 +116,15 @@ def _average(bucket: Sequence[nn.Parameter], signs: Sequence[float]) -> bool:
     ranks may freeze different parameters of one shape: only the signs show that.
     """
     sizes = [p.numel() for p in bucket]
-    held = [p.grad is not None for p in bucket]
-    flags = [*map(float, held), *signs]
+    grads = [p.grad for p in bucket]
+    some_sparse = any(g is not None and g.is_sparse for g in grads)
+    flags = [*(float(g is not None) for g in grads), float(some_sparse), *signs]
     first = bucket[0]
-    flat = torch.zeros(sum(sizes) + len(flags), dtype=first.dtype, device=_transport_device(first))
+    device = _transport_device(first)
+    flat = torch.zeros(sum(sizes) + len(flags), dtype=_gradient_dtype(first), device=device)
     *parts, flagged = torch.split(flat, [*sizes, len(flags)])
     views = [part.view(p.shape) for part, p in zip(parts, bucket, strict=True)]
-    mine = [(v, p.grad) for v, p in zip(views, bucket, strict=True) if p.grad is not None]
+    mine = [(v, g) for v, g in zip(views, grads, strict=True) if g is not None]
     if mine:
         dense = [g.to_dense() if g.is_sparse else g for _, g in mine]
         torch._foreach_copy_([v for v, _ in mine], dense)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
@@ -87,20 +132,44 @@ def _average(bucket: Sequence[nn.Parameter], signs: Sequence[float]) -> bool:
     all_reduce(flat, "mean", out=flat, name="gradients")
     means: list[float] = flagged.tolist()
     # Where ranks differ, the mean is at least 2 / n away from each rank's sign. Devices may round.
-    both = zip(means[len(bucket) :], signs, strict=True)
+    both = zip(means[len(bucket) + 1 :], signs, strict=True)
     if max(abs(mean - sign) for mean, sign in both) * get_world_size() > 1:
         return False
-    somewhere = [mean != 0 for mean in means[: len(bucket)]]
-    for p, view, here, there in zip(bucket, views, held, somewhere, strict=True):
-        if there and not here:
-            p.grad = torch.empty_like(p.detach()).copy_(view)  # laid out as torch does
-        elif p.grad is not None and p.grad.is_sparse:
-            p.grad = view.to(p.device).to_sparse(p.grad.sparse_dim())
-    pairs = [(p.grad, v) for p, v, here in zip(bucket, views, held, strict=True)
-             if here and p.grad is not None and not p.grad.is_sparse]  # fmt: skip
+    rows = _sparse_rows(grads) if means[len(bucket)] else {}
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for i, (p, g, view) in enumerate(zip(bucket, grads, views, strict=True)):
+        if not means[i]:
+            continue  # no rank has one
+        if i in rows:
+            indices = rows[i].to(p.device)
+            values = view.to(p.device)[tuple(indices)]
+            p.grad = torch.sparse_coo_tensor(
+                indices, values, p.shape, is_coalesced=True, check_invariants=False
+            )
+        elif g is None or g.is_sparse:
+            new = torch.empty_like(p.detach(), dtype=flat.dtype)  # laid out as torch does
+            p.grad = new.copy_(view)
+        else:
+            pairs.append((g, view))
     if pairs:
         torch._foreach_copy_([g for g, _ in pairs], [v for _, v in pairs])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     return True
+
+
+def _sparse_rows(grads: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+    """Return the indices of all ranks' rows, of gradients that are dense on none. Collective."""
+    mine = {
+        i: g.coalesce().indices().cpu() if g.is_sparse else None
+        for i, g in enumerate(grads)
+        if g is not None
+    }
+    of_ranks = all_gather(mine, name="sparse gradients")
+    found: dict[int, torch.Tensor] = {}
+    for i in {i for one in of_ranks for i in one}:
+        indices = [one[i] for one in of_ranks if i in one]
+        if None not in indices:
+            found[i] = torch.unique(torch.cat([*filter(torch.is_tensor, indices)], 1), dim=1)
+    return found
 
 
 def has_process_group() -> bool:
@@ -210,82 +279,3 @@ def gradient_sync(model: Any, enabled: bool) -> Generator[None]:
             model.set_requires_gradient_sync(enabled)
             stack.callback(model.set_requires_gradient_sync, True)
         yield
-
-
-# -- backward passes that a script runs itself: they average gradients, too, as in DDP ------------
-
-_engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
-
-
-class BackwardWatch:
-    """Calls ``average(models)`` at the end of each backward pass that reaches watched models.
-
-    A pass that the library runs pauses it.
-    """
-
-    def __init__(self, average: Callable[[list[nn.Module]], None]) -> None:
-        self.paused = False
-        self._average = average
-        self._models: list[nn.Module] = []
-        self._handles: list[Any] = []
-        self._pass = -1  # the number that torch has given to the current pass
-        self._reached: set[int] = set()  # places of the models that it has reached
-        self._known: dict[nn.Module, set[torch.Tensor]] = {}  # parameters that DDP was made with
-        self._prepared: set[nn.Module] = set()  # DDP expects a backward pass of these
-
-    def add(self, model: nn.Module) -> None:
-        """Watch `model`, also those of its parameters that are frozen now."""
-        if model in self._models:
-            return
-        place = len(self._models)
-        self._models.append(model)
-        if isinstance(model, DDP):
-            self._known[model] = {p for p in model.parameters() if p.requires_grad}
-            self._handles.append(model.register_forward_hook(self._note_forward))
-
-        def note(_: torch.Tensor) -> None:
-            if not self.paused:
-                self._note(place)
-
-        for p in model.parameters():
-            if p.is_floating_point() or p.is_complex():
-                needed = p.requires_grad
-                p.requires_grad_(True)  # torch takes hooks for such parameters only
-                self._handles.append(p.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
-                p.requires_grad_(needed)
-
-    def clear(self) -> None:
-        """Watch nothing any more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._models.clear()
-        self._known.clear()
-
-    def misses(self, model: nn.Module) -> bool:
-        """Return whether `model` has gradients that its DDP has not averaged in the last pass.
-
-        So it is with parameters that DDP was not made with, since they were frozen or not there
-        yet, and if DDP has not seen the forward pass.
-        """
-        known = self._known[model] if model in self._prepared else set[torch.Tensor]()
-        self._prepared.discard(model)
-        held = (p for p in model.parameters() if p.grad is not None and p.requires_grad)
-        return not known.issuperset(held)
-
-    def _note_forward(self, model: nn.Module, *_: object) -> None:
-        if torch.is_grad_enabled() and model.require_backward_grad_sync:
-            self._prepared.add(model)
-
-    def _note(self, place: int) -> None:
-        # A failed pass never ended: the number of the pass shows that, and an empty set would not.
-        number = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
-        if number != self._pass:
-            self._pass, self._reached = number, set()
-            _engine.queue_callback(self._end)
-        self._reached.add(place)
-
-    def _end(self) -> None:
-        reached, self._pass = sorted(self._reached), -1
-        models = [self._models[place] for place in reached if place < len(self._models)]
-        _engine.queue_callback(lambda: self._average(models))  # after DDP has written its means

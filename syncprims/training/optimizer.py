@@ -56,7 +56,7 @@ class PreparedOptimizer(Optimizer):
         """Step and clear when windows of `accumulator` are closed, and forget all earlier ones."""
         self._accumulator, self._precision = accumulator, accumulator.precision
         self._windows: list[AccumulationWindow] = []
-        self._known = -1, -1  # numbers of windows and groups at the last search
+        self._known = -1, -1, -1  # numbers of windows, groups and adoptions at the last search
         self._forget_gradients()
 
     def _forget_gradients(self) -> None:
@@ -103,22 +103,30 @@ class PreparedOptimizer(Optimizer):
         return window is None or window.sync
 
     def _window(self) -> AccumulationWindow | None:
-        """Return the window of these parameters; of several, the last entered one."""
+        """Return the window of these parameters; of several, the last entered one.
+
+        If there is none, it is the one that the code is in, or has left without a step.
+        """
         entered, groups = self._accumulator.entered, len(self.optimizer.param_groups)
-        if self._known != (len(entered), groups):  # searched once: a step asks several times
-            self._known = len(entered), groups
+        known = len(entered), groups, self._accumulator.adoptions
+        if self._known != known:  # searched once: a step asks several times
+            self._known = known
             ids = {id(p) for p in parameters_of(self.optimizer)}
             self._windows = [window for window in entered if window.owns(ids)]
         if len(self._windows) > 1:
             return next(window for window in reversed(entered) if window in self._windows)
-        return self._windows[0] if self._windows else None
+        if self._windows:
+            return self._windows[0]
+        inside = next((window for window in reversed(entered) if window.inside), None)
+        return inside or (entered[-1] if entered and not entered[-1].stepped else None)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step if the window is closed; otherwise keep the gradients for the next step.
 
         Under fp16 a step whose gradients overflowed on any rank is skipped on all.
 
-        :raises RuntimeError: torch's, if DDP still waits for the gradients of some parameters.
+        :raises RuntimeError: if some gradients were not averaged over the ranks, as inside of a
+            backward pass; torch's, if DDP still waits for those of some parameters.
         """
         window = self._window()
         if window is not None and not window.sync:
@@ -126,6 +134,8 @@ class PreparedOptimizer(Optimizer):
         for model in self._accumulator.models if window is None else window.models:
             if isinstance(model, DistributedDataParallel):
                 model._check_reducer_finalized()  # type: ignore[no-untyped-call] # pyright: ignore[reportPrivateUsage]
+        averager = averager_of(self._accumulator)
+        averager.check_averaged(parameters_of(self.optimizer), "step()")
         scaled = self._precision.scaler is not None
         self.unscale_gradients()
         result = None

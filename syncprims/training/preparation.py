@@ -133,7 +133,7 @@ class Preparation:
         if get_world_size() > 1 and (is_ddp or not hasattr(model, "no_sync")):
             object.__setattr__(model, "no_sync", _NoSync(self.accumulator, model))
         self.accumulator.models.append(model)
-        averager_of(self.accumulator).watch_model(model)
+        averager_of(self.accumulator).watch(model)
         return model
 
     def loader(self, loader: DataLoader[Any]) -> PreparedLoader[Any]:

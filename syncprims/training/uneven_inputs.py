@@ -13,12 +13,7 @@ from syncprims import all_gather, broadcast, get_rank, get_world_size
 
 from . import accumulation
 from .accumulation import AccumulationWindow, Accumulator, averager_of, parameters_of
-from .gradient_sync import (
-    average_gradients,
-    averages_gradients_itself,
-    broadcast_model,
-    gradient_sync,
-)
+from .gradient_sync import averages_gradients_itself, broadcast_model, gradient_sync
 
 
 @contextlib.contextmanager
@@ -85,13 +80,14 @@ class _Join:
                 window = self._enter([models[number] for number in value[0]])
                 window.begin_micro_batch(at_end=all(at_end for _, at_end in values))
             elif self._event == "gradients":
-                self._average_zeros([models[number] for number in value[0]], uncleared=value[1])
+                self._averager.average_announced(values, joins=True)
             elif window is not None and self._event == "backward":
                 window.count_pass(0.0 if value else None)
                 if window.sync:
                     window.close_factor()
-                if window.averages:
-                    self._averager.average(window.models)
+                self._averager.begin_pass()
+                self._averager.end_pass()
+                window.average()
             elif window is not None:
                 window.end_micro_batch()
 
@@ -103,17 +99,6 @@ class _Join:
             for p in window.parameters:
                 p.grad = None  # this rank does not step, so no call clears the last step's
         return window
-
-    def _average_zeros(self, models: list[nn.Module], *, uncleared: bool) -> None:
-        """Add zeros to the gradients of other ranks' models. Collective.
-
-        If they have not cleared what the last pass left, it stays here, too: it is the same.
-        """
-        own = dict.fromkeys(p for model in models for p in model.parameters())
-        if not uncleared:
-            for p in own:
-                p.grad = None
-        average_gradients(own)
 
     def take_over(self) -> None:
         """Copy the state of a rank that trained last to all ranks. Collective."""
