@@ -8,6 +8,7 @@ import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,18 +221,35 @@ class LaunchPlan(NamedTuple):
 
 
 OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(Options)}
-#: What to give in place of the names that `accelerate launch` has for the same things.
-_OF_ACCELERATE = {
-    "num_processes": "-n N, which counts the ranks of one node",
-    "num_machines": "--nodes N",
-    "machine_rank": "--node-rank K",
-    "main_process_ip": "--rendezvous HOST:PORT",
-    "main_process_port": "--rendezvous HOST:PORT",
-    "multi_gpu": "--gpus all",
-    "gpu_ids": "--gpus IDS",
-    "num_cpu_threads_per_process": "--threads N",
-    "config_file": "--config FILE",
-    "compute_environment": "a file with the keys of `syncprims run`: this one is accelerate's",
+#: What to do in place of the names that `accelerate launch`, its file and torchrun have. In braces
+#: are keys of ours. A name that ends with * represents all that begin so.
+_ELSEWHERE = {
+    "give {ranks}, which counts the ranks of one node": "num_processes nproc_per_node",
+    "give {nodes}, or {elastic}": "num_machines nnodes",
+    "give {node_rank}": "machine_rank",
+    "give {rendezvous}": "main_process_* master_* rdzv_endpoint",
+    "give {gpus} or {cpu}": "multi_gpu gpu_ids use_cpu distributed_type",
+    "give {mixed_precision}, which knows bf16 and no fp8": "fp8_*",
+    "give {threads}": "num_cpu_threads_per_process",
+    "give {grace}": "shutdown_timeout",
+    "give {log_dir}": "tee t redirects r",
+    "give --config FILE": "config_file",
+    "give it to the Accelerator in the script": "gradient_accumulation_steps",
+    "call clip_grad_norm_() in the script": "gradient_clipping",
+    "call torch.compile(model) in the script": "dynamo_*",
+    "apply torch's fully_shard() to the model in the script": "use_fsdp fsdp_*",
+    "wrap the model by DeepSpeed in the script": "use_deepspeed deepspeed_* zero* offload_*",
+    "use Megatron-LM itself in the script": "use_megatron_lm megatron_lm_*",
+    "wrap the model with torch's own means in the script": "use_parallelism* parallelism_*",
+    "leave it out: calls of all ranks always compare shapes": "debug",
+    "leave it out: it has no effect here": "same_network rdzv_backend role monitor_interval quiet q"
+    " rdzv_id standalone main_training_function",
+    "give a file with the keys of `syncprims run`: this one is accelerate's": "compute_environment",
+    "start the script by torchrun": "local_* logs_specs duplicate_* event_log_handler rdzv_conf"
+    " signals_to_handle start_method virtual_* numa_* enable_cpu_affinity no_python run_path",
+    "start the script by mpirun, or by SageMaker's own tools": "mpirun_* aws_* sagemaker_* ec2_*"
+    " iam_* image_uri profile region base_job_name *_version additional_args",
+    "syncprims does not run on TPUs": "tpu* no_tpu_cluster vm env downcast_bf16 command*",
 }
 #: The module that parses a file with this suffix; imported when it is read.
 _PARSERS = {".yaml": "yaml", ".yml": "yaml", ".toml": "tomllib", ".json": "json"}
@@ -279,9 +297,12 @@ def values_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def _explain(name: str, spell: Callable[[str], str]) -> str:
     """Return what to give in place of an unknown flag or key, as an error goes on."""
-    if instead := _OF_ACCELERATE.get(name.replace("-", "_")):
-        return f": give {instead}"
-    near = difflib.get_close_matches(name.replace("-", "_"), OPTIONS, n=1, cutoff=0.7)
+    name = name.replace("-", "_")
+    for instead, names in _ELSEWHERE.items():
+        if any(fnmatchcase(name, pattern) for pattern in names.split()):
+            ours = {k: f"{spell(k)} {o.metavar or ''}".rstrip() for k, o in OPTIONS.items()}
+            return ": " + instead.format(**ours)
+    near = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.7)
     hint = f" did you mean {spell(near[0])}?" if near else ""
     return f";{hint} docs/command-line.md has them all"
 
@@ -298,16 +319,17 @@ def read_file(path: str) -> dict[str, Any]:
     """Return the values in the file, by key; only those that it sets.
 
     :raises ConfigurationError: if the file cannot be read, or a key or value is wrong; naming the
-        file, the key, and the nearest known key.
+        file, each unknown key, and the nearest known key.
     """
     values: dict[str, Any] = {}
-    for key, value in _parse(Path(path)).items():
-        name = key.replace("-", "_")
-        if name not in OPTIONS:
-            raise ConfigurationError(f"{path}: there is no key {key!r}{_explain(key, str)}")
+    found = _parse(Path(path))
+    if unknown := [key for key in found if key not in OPTIONS]:
+        lines = [f"{path}: there is no key {key!r}{_explain(key, str)}" for key in unknown]
+        raise ConfigurationError("\n".join(lines))
+    for key, value in found.items():
         try:
             if value is not None:
-                values[name] = OPTIONS[name].read(value)
+                values[key] = OPTIONS[key].read(value)
         except ValueError as error:
             raise ConfigurationError(f"{path}: {key}: {error}") from None
     return values
@@ -334,4 +356,4 @@ def _parse(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigurationError(f"{path}: it has to be keys with values, as in `ranks: 4`")
-    return {str(key): value for key, value in values.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return {str(key).replace("-", "_"): value for key, value in values.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,10 @@ WRONG: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["-n", "2"], {}, ["nothing to run"]),
     (["--rank", "2", "x"], {}, ["--rank;", "did you mean --ranks?"]),
     (["--bogus", "x"], {}, ["there is no flag --bogus; docs/command-line.md has them all"]),
-    (["--num-machines=2", "x"], {}, ["--num-machines: give --nodes N"]),
+    (["--num-machines=2", "x"], {}, ["--num-machines: give --nodes N, or --elastic MIN:MAX"]),
+    (["--nproc-per-node", "2", "x"], {}, ["--nproc-per-node: give --ranks N, which counts"]),
+    (["--fsdp_version", "2", "x"], {}, ["--fsdp_version: apply torch's fully_shard()"]),
+    (["-t", "3", "x"], {}, ["there is no flag -t: give --log-dir DIR"]),
     (["-n", "2", "--gpus", "0", "x"], {}, ["2 ranks on 1 CUDA device:"]),
     (["-n", "2", "--cpu", "--gpus", "0,1", "x"], {}, ["--cpu contradicts --gpus"]),
     (["--gpus", "0,3", "x"], {"CUDA_VISIBLE_DEVICES": "0,1"},
@@ -219,8 +224,43 @@ BAD_FILES = [
     ("run.yaml", "a: [", ["run.yaml is not valid yaml"]),
     ("run.json", "{", ["run.json is not valid json"]),
     ("run.ini", "", ["*.yaml, *.toml or *.json"]),
-    ("default.yaml", "compute_environment: LOCAL_MACHINE", ["this one is accelerate's"]),
+    ("default.yaml", "compute_environment: LOCAL_MACHINE\nuse-cpu: true\nranks: 2\nfsdp_config: {}",
+     ["this one is accelerate's", "\n", "no key 'use_cpu': give gpus IDS or cpu",
+      "default.yaml: there is no key 'fsdp_config': apply torch's fully_shard()"]),
 ]  # fmt: skip
+
+
+OURS = {field.name for field in fields(Options)}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch.distributed.run", "get_args_parser"),
+        ("accelerate.commands.launch", "launch_command_parser"),
+    ],
+)
+@pytest.mark.filterwarnings("default")
+def test_a_flag_of_another_launcher_is_ours_or_says_what_to_do(module: str, name: str) -> None:
+    actions = getattr(pytest.importorskip(module), name)()._actions
+    for flag in [flag for action in actions for flag in action.option_strings]:
+        if flag.lstrip("-").replace("-", "_") not in {*OURS, "h", "help", "m"}:
+            with pytest.raises(ConfigurationError, match=f"there is no flag {flag}: .+"):
+                flags(flag, "train.py")
+
+
+def test_a_key_of_accelerate_config_is_ours_or_says_what_to_do(tmp_path: Path) -> None:
+    theirs = pytest.importorskip("accelerate.commands.config.config_args")
+    kinds = (theirs.ClusterConfig, theirs.SageMakerConfig)
+    keys = {field.name for kind in kinds for field in fields(kind)} - OURS
+    path = tmp_path / "default.json"
+    path.write_text(json.dumps(dict.fromkeys(keys)))
+    with pytest.raises(ConfigurationError) as caught:
+        read_file(str(path))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(keys) > 30
+    for key in keys:
+        assert any(line.startswith(f"{path}: there is no key '{key}': ") for line in lines)
 
 
 @pytest.mark.parametrize(("name", "text", "words"), BAD_FILES, ids=[b[1] for b in BAD_FILES])
