@@ -43,20 +43,28 @@ def __getattr__(name: str) -> Any:
     return utils.find_name(__name__, name)
 
 
-for _module in (accelerator, logging, state):
+for _module in (accelerator, data_loader, logging, state, tracking):
     vars(_module)["__getattr__"] = functools.partial(utils.find_name, _module.__name__)
 
 
-def _add_modules(parent: ModuleType, names: str, module: ModuleType) -> None:
-    """Make Accelerate's names of modules importable, where one module here serves several."""
+def _add_modules(parent: ModuleType, names: str, module: ModuleType | None = None) -> None:
+    """Make Accelerate's names of modules importable, where one module here serves several.
+
+    Without `module` each is one in which no name is offered.
+    """
     for name in names.split():
-        sys.modules[f"{parent.__name__}.{name}"] = module
-        setattr(parent, name, module)
+        path = f"{parent.__name__}.{name}"
+        made = sys.modules[path] = module or ModuleType(path)
+        vars(made).setdefault("__getattr__", functools.partial(utils.find_name, path))
+        vars(parent).setdefault(name, made)  # `tqdm` is a function
 
 
 _this = sys.modules[__name__]
 _add_modules(_this, "big_modeling checkpointing hooks inference launchers", utils)
 _add_modules(_this, "local_sgd memory_utils parallelism_config", utils)
 _add_modules(_this, "optimizer scheduler", accelerator)
-_add_modules(utils, "constants dataclasses environment imports memory modeling", utils)
-_add_modules(utils, "operations other random versions", utils)
+_add_modules(utils, "ao bnb constants dataclasses deepspeed environment fsdp_utils imports", utils)
+_add_modules(utils, "launch megatron_lm memory modeling offload operations other random", utils)
+_add_modules(utils, "rich torch_xla tqdm transformer_engine versions", utils)
+_add_modules(_this, "test_utils test_utils.testing test_utils.training test_utils.examples")
+_add_modules(_this, "commands commands.config commands.launch commands.env commands.utils")

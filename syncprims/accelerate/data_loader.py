@@ -13,7 +13,6 @@ from syncprims.training import skip_first_batches as _skip_first_batches
 from syncprims.training.data.sampling import SeedableRandomSampler as SeedableRandomSampler
 
 from .utils import DataLoaderConfiguration
-from .utils import find_name as _find_name
 
 __all__ = ["SeedableRandomSampler", "prepare_data_loader", "skip_first_batches"]
 
@@ -55,7 +54,3 @@ def loader_options(config: Any) -> dict[str, Any]:
 def skip_first_batches(dataloader: object, num_batches: int = 0) -> Any:
     """Return a view of a loader without its first batches."""
     return _skip_first_batches(dataloader, num_batches)
-
-
-def __getattr__(name: str) -> Any:
-    return _find_name(__name__, name)

@@ -15,7 +15,6 @@ from typing import Any
 import syncprims
 
 from .utils import Directory as _Directory
-from .utils import find_name as _find_name
 
 
 class GeneralTracker:
@@ -267,7 +266,3 @@ class Tracking:
         for tracker in filter(_calls, self.trackers):
             if hasattr(tracker, "finish"):
                 tracker.finish()
-
-
-def __getattr__(name: str) -> Any:
-    return _find_name(__name__, name)

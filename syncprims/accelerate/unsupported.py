@@ -12,72 +12,74 @@ _INSTEAD = {
     "fsdp fullysharded": "apply torch's fully_shard() to the model before prepare()",
     "megatron": "use Megatron-LM itself",
     "tensorparallel torchtp": "apply torch's parallelize_module() to the model before prepare()",
-    "parallelism contextparallel": "wrap the model with torch's own means before prepare()",
-    "dynamo": "call torch.compile(model) before or after prepare()",
-    "fp8 recipe": "use mixed_precision='bf16'",
-    "communicationhook": "call register_comm_hook() of a prepared model that is in DDP",
-    "devicemap maxmemory maxlayer balancedmemory dispatch hooktomodule hookfrommodule alignd": (
-        _DEVICE_MAP
+    "parallelism contextparallel pipelineparallel dataparallel": (
+        "wrap the model with torch's own means before prepare()"
     ),
+    "dynamo repeatedblocks": "call torch.compile(model) before or after prepare()",
+    "fp8 recipe": "use mixed_precision='bf16'",
+    "communicationhook": ("call register_comm_hook() of a prepared model that is in DDP"),
+    "devicemap maxmemory maxlayer balancedmemory dispatch hooktomodule hookfrommodule alignd"
+    " devicesame totalbuffer moduleleaves withties fallback": _DEVICE_MAP,
     "xla": "syncprims does not run on TPUs",
+    "defaultdevice setdevice": "use `device`, which is set",
     "offload": "leave it out: load_checkpoint_in_model() reads weights straight into the model",
     "dummy": "make an optimizer and a schedule of torch",
-    "tracker": "Accelerator(log_with=...) takes any object with log(values, step=...)",
+    "tracker loggertype": "Accelerator(log_with=...) takes any object with log(values, step=...)",
     "quantiz bnb": "quantize the model by bitsandbytes itself before prepare()",
     "lomo": "step the optimizer yourself",
     "basicconfig": "leave it out: there is no file of options",
-    "pippy": "use torch.distributed.pipelining",
+    "pippy buildpipeline": "use torch.distributed.pipelining",
     "profile": "use torch.profiler.profile() itself",
     "localsgd": "step in no_sync(model), and all_reduce() the parameters every few steps",
     "hook": "use register_forward_hook() and its kin of the module itself",
     "customstate acceleratorstate": "call save_state() and load_state() of the Accelerator",
     "skipdataloader skipbatch": "call skip_first_batches(loader, count)",
-    "shard dataloaderdispatcher": "prepare() the loader: each rank then gets its part",
+    "shard dataloaderstate dataloaderadapter": "prepare() the loader: each rank then gets its part",
     "setmoduletensor": _DEVICE_MAP,
-    "rngtype": "call synchronize_rng_states() where ranks are to draw the same numbers",
+    "rngtype synchronizerng": "call synchronize_rng_states() where ranks draw the same numbers",
     "keepinfp32": "cast parts of the model first, without dtype=: each keeps its own",
     "fullstatedict": "leave it out: tensors spread over ranks are cut from whole ones",
     "broadcastfromrank0": "leave it out: every rank reads for itself",
-    # Small functions and names about files that serve Accelerate itself.
-    "trainstep padnested nonpersistent environment customdtype gathered patternname modelname"
-    " optimizername rngstatename samplername schedulername scalername precisiontype prefixeddataset"
-    " prepareforlaunch sagema torchlaunch operationtypes tensorinformation profilingavailable"
-    " librariesinitialized avglosses maximumsizes p2pib oskernel tiedparameters weightsretied"
-    " retie statedict compileregions compiledregions modulesizes convert bytesize"
-    " lastlinear finddevice moduledevice distributedinformation devicetype datastructure gpuinfo"
-    " gradscaler fromenv contextmanager modeltpsize modulechildren prettyname hasao"
-    " transformerengine honortype idtensor ignorant initializetensors gaudi1 namedtuple portinuse"
-    " mergedicts hasdtensor namedmodule padinput preparemulti preparesimple preparetpu recursive"
-    " numaaffinity slicetensors torchao acrossdata concatenate copytensor torchtensor listify"
-    " compiledmodule": "import it from accelerate.utils, whose code it is",
+    "testutils": "import it from accelerate.test_utils, whose code it is",
+    "commands": "use `syncprims run` and `syncprims env`",
 }
+#: Parts of names of small functions and of files that serve Accelerate itself.
+_INTERNALS = (
+    "tensor torch convert prepare parse module model param layer operat info dict env sagem weights"
+    " trainstep dtype kernel recurs version compil regions enum init affinity precision scaler name"
+    " shape size buffers port habana find launch honor listify concat device struct optimizer p2p"
+    " nothing sampler globals types dataset logger"
+)
 
 
-def _instead_of(name: str) -> str:
-    plain = name.lower().replace("_", "")
-    ways = (way for parts, way in _INSTEAD.items() if any(p in plain for p in parts.split()))
-    return next(ways, "")
+def _is_in(parts: str, name: str) -> bool:
+    return any(part in name.lower().replace("_", "") for part in parts.split())
+
+
+def instead_of(name: str) -> str:
+    """Return what to do in place of what has this name in Accelerate; empty for other names."""
+    return next((way for parts, way in _INSTEAD.items() if _is_in(parts, name)), "")
 
 
 class _NotOffered(type):
     """Makes a class that can be imported and asked about, but neither called nor read."""
 
     _prepared: type | tuple[()]  #: whose objects are its instances
+    _instead: str  #: what to use in its place
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, cls._prepared)
 
     def __call__(cls, *_: object, **__: object) -> NoReturn:
-        cls._refuse()
+        what = f"{cls.__module__}.{cls.__name__} is not offered"
+        raise NotImplementedError(f"{what}; {cls._instead}")
+
+    __getitem__ = __iter__ = __contains__ = __call__  # of lists and dicts
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(f"{cls.__name__} has no attribute {name!r}")
-        cls._refuse()
-
-    def _refuse(cls) -> NoReturn:
-        what = f"{cls.__module__}.{cls.__name__} is not offered"
-        raise NotImplementedError(f"{what}; {_instead_of(cls.__name__)}")
+        cls.__call__()
 
 
 def not_offered(module: str, name: str, prepared: type | tuple[()] = ()) -> type:
@@ -88,9 +90,12 @@ def not_offered(module: str, name: str, prepared: type | tuple[()] = ()) -> type
 
     :raises AttributeError: if Accelerate has no such name, as far as is known here.
     """
-    if name.startswith("__") or not _instead_of(name):
+    instead = instead_of(name) or instead_of(module.rpartition(".accelerate")[2])
+    if not instead and _is_in(_INTERNALS, name):
+        instead = "import it from accelerate.utils, whose code it is"
+    if name.startswith("__") or not instead:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    return _NotOffered(name, (), {"__module__": module, "_prepared": prepared})
+    return _NotOffered(name, (), {"__module__": module, "_prepared": prepared, "_instead": instead})
 
 
 def check_fixed(fixed: object, value: object, call: str, instead: str) -> None:
@@ -108,7 +113,7 @@ def check_unsupported(call: str, arguments: Mapping[str, object]) -> None:
     :raises TypeError: otherwise; for an argument of Accelerate's it says what to do instead.
     """
     for name, value in arguments.items():
-        instead = _instead_of(name)
+        instead = instead_of(name)
         if not instead:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
         value = getattr(value, "backend", value)  # of a TorchDynamoPlugin

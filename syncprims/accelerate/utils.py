@@ -189,7 +189,8 @@ _ANSWERS: dict[str, Callable[[], bool]] = {
     "mps": torch.backends.mps.is_available,
     "xpu": torch.xpu.is_available,
     "bf16": lambda: not torch.accelerator.is_available() or torch.cuda.is_bf16_supported(),
-    **dict.fromkeys(("fp16", "weights_only", "torchdata_stateful_dataloader"), lambda: True),
+    "torch_distributed": torch.distributed.is_available,
+    **dict.fromkeys(("fp16", "weights_only"), lambda: True),
 }
 
 
@@ -208,7 +209,7 @@ def find_name(module: str, name: str) -> Any:
     if not (name.startswith("is_") and name.endswith("_available")):
         return not_offered(module, name, PreparedLoader if name.startswith("DataLoader") else ())
     topic = name.removeprefix("is_").removesuffix("_available")
-    package = _PACKAGES.get(topic, topic)
+    package = _PACKAGES.get(topic, topic).removesuffix("_stateful_dataloader")
     answer = _ANSWERS.get(topic) or (lambda: find_spec(package) is not None)
 
     def is_available(*_: object, **__: object) -> bool:

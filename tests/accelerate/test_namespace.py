@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 import io
 import logging
 import os
@@ -43,6 +43,7 @@ in_threads = pytest.mark.parametrize(
         (".utils", "find_tied_parameters", "accelerate.utils"),
         (".hooks", "SequentialHook", "register_forward_hook"),
         (".checkpointing", "load_accelerator_state", "load_state"),
+        (".utils.constants", "STR_OPERATION_TO_FUNC", "accelerate.utils"),
     ],
 )
 def test_what_is_not_offered_names_the_way(module: str, name: str, said: str) -> None:
@@ -74,6 +75,9 @@ def test_modules_have_the_names_that_accelerates_import(module: str, name: str, 
 def test_questions_that_scripts_ask() -> None:
     assert utils.is_pytest_available()
     assert not utils.is_deepspeed_available()
+    assert utils.is_torch_distributed_available()
+    installed = importlib.util.find_spec("torchdata") is not None
+    assert utils.is_torchdata_stateful_dataloader_available() == installed
     assert utils.is_torch_version(">=", "2.0")
     assert utils.compare_versions("1.10", ">", "1.9")
     assert utils.compare_versions(accelerate.__version__, ">=", "1.0")
