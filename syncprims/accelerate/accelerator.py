@@ -28,7 +28,7 @@ from .data_loader import loader_options, skip_first_batches
 from .saving import Checkpointing
 from .state import AcceleratorState, GradientState, RankCalls, state_of_job
 from .tracking import Tracking
-from .unsupported import check_fixed, check_unsupported
+from .unsupported import check_fixed, check_unsupported, instead_of
 from .utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
 __all__ = [
@@ -335,10 +335,11 @@ def _named_handlers(handlers: Iterable[object] | None) -> dict[str, Any]:
     for handler in handlers or ():
         kind = type(handler).__name__
         if kind not in _HANDLERS:
-            raise TypeError(f"kwargs_handlers: {kind} is not offered")
+            raise TypeError(f"kwargs_handlers: {kind} is not offered; {instead_of(kind)}")
         if named[_HANDLERS[kind]] is not None:
             raise ValueError(f"kwargs_handlers: there are two of {kind}; pass one")
-        named[_HANDLERS[kind]] = handler
+        ours = getattr(utils, kind)  # which checks what Accelerate's own has
+        named[_HANDLERS[kind]] = handler if isinstance(handler, ours) else ours(**_options(handler))
     return named
 
 
@@ -364,4 +365,4 @@ def _device(cpu: bool) -> torch.device:
 
 
 def _options(handler: Any) -> dict[str, Any]:
-    return {} if handler is None else handler.to_kwargs()
+    return {} if handler is None else utils.KwargsHandler.to_kwargs(handler)

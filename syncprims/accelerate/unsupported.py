@@ -17,7 +17,9 @@ _INSTEAD = {
     ),
     "dynamo repeatedblocks": "call torch.compile(model) before or after prepare()",
     "fp8 recipe": "use mixed_precision='bf16'",
-    "communicationhook": ("call register_comm_hook() of a prepared model that is in DDP"),
+    "communicationhook commhook commwrapper commstate": (
+        "call register_comm_hook() of a prepared model that is in DDP"
+    ),
     "devicemap maxmemory maxlayer balancedmemory dispatch hooktomodule hookfrommodule alignd"
     " devicesame totalbuffer moduleleaves withties fallback": _DEVICE_MAP,
     "xla": "syncprims does not run on TPUs",
@@ -42,6 +44,8 @@ _INSTEAD = {
     "broadcastfromrank0": "leave it out: every rank reads for itself",
     "testutils": "import it from accelerate.test_utils, whose code it is",
     "commands": "use `syncprims run` and `syncprims env`",
+    "initmethod": "leave it out: the launcher says where the ranks meet",
+    "backend": "choose it by SYNCPRIMS_BACKEND, or by `syncprims run --backend`",
 }
 #: Parts of names of small functions and of files that serve Accelerate itself.
 _INTERNALS = (
@@ -108,7 +112,7 @@ def check_fixed(fixed: object, value: object, call: str, instead: str) -> None:
 
 
 def check_unsupported(call: str, arguments: Mapping[str, object]) -> None:
-    """Check that arguments without an equivalent ask for nothing: None, False or "no".
+    """Check that arguments without an equivalent ask for nothing: None, False, "no" or empty.
 
     :raises TypeError: otherwise; for an argument of Accelerate's it says what to do instead.
     """
@@ -117,5 +121,5 @@ def check_unsupported(call: str, arguments: Mapping[str, object]) -> None:
         if not instead:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
         value = getattr(value, "backend", value)  # of a TorchDynamoPlugin
-        asks = None if value in ("no", "NO") else value
+        asks = None if getattr(value, "value", value) in ("no", "NO", {}) else value
         check_fixed(name == "full_state_dict", asks, f"{call}({name}=)", instead)

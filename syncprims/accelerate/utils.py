@@ -9,12 +9,11 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
 from importlib.metadata import version
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,30 +42,71 @@ find_batch_size = batch_length
 # -- options, for which Accelerate's own objects are taken, too ------------------------------------
 
 
-class KwargsHandler(SimpleNamespace):
-    """Options for a constructor of torch, which checks them."""
+class KwargsHandler:
+    """Options for a constructor of torch."""
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the options."""
-        return dict(vars(self))
+        """Return the options that differ from their defaults."""
+        defaults = vars(type(self)())
+        return {name: value for name, value in vars(self).items() if value != defaults[name]}
 
 
+@dataclass
 class AutocastKwargs(KwargsHandler):
-    """Options of ``torch.autocast``: `enabled`, `cache_enabled`."""
+    """Options of ``torch.autocast``."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
 
 
+@dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Options of the loss scaler: `init_scale`, `growth_factor`, `growth_interval`, ..."""
+    """Options of the loss scaler."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
 
 
+@dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Options of the start: the `timeout`, a timedelta, becomes that of all calls."""
+    """Options of the start: the `timeout`, a timedelta, becomes that of all calls.
 
+    :raises TypeError: for another `backend` than the default, and for an `init_method`.
+    """
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
     timeout: timedelta | None = None
 
+    def __post_init__(self) -> None:
+        asked = {"backend": self.backend, "init_method": self.init_method}
+        check_unsupported(type(self).__name__, {k: v for k, v in asked.items() if v != "nccl"})
 
+
+@dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Options of DDP, used where a model is wrapped in it: `find_unused_parameters`, ..."""
+    """Options of DDP, used where a model is wrapped in it.
+
+    :raises TypeError: for a communication hook: a model that is in DDP takes it.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: Any = "no"
+    comm_wrapper: Any = "no"
+    comm_state_option: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        hooks = {name: value for name, value in vars(self).items() if name.startswith("comm_")}
+        check_unsupported(type(self).__name__, hooks)
 
 
 @dataclass
@@ -83,7 +123,7 @@ class DataLoaderConfiguration:
 
 
 @dataclass
-class GradientAccumulationPlugin:
+class GradientAccumulationPlugin(KwargsHandler):
     """Options for the accumulation of gradients."""
 
     num_steps: int | None = None
@@ -113,11 +153,17 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
 
+@dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Options of a compiler. An Accelerator compiles no model, so it accepts none of them."""
+    """Options of a compiler. An Accelerator compiles no model, so it accepts no backend."""
 
-    def __init__(self, backend: object = None, **options: object) -> None:
-        super().__init__(backend=backend, **options)
+    backend: object = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
 
 
 class LoggerType(StrEnum):

@@ -128,6 +128,9 @@ def test_what_has_no_equivalent_is_told(world: Ranks) -> None:
         (lambda job: job.prepare(unit_model(), None, device_placement=[True, False]), "move"),
         (lambda job: job.prepare_data_loader([], slice_fn_for_dispatch=id), "collate_fn"),
         (lambda job: job.load_state("x", {"a": 1}), "leave it out"),
+        (lambda _: InitProcessGroupKwargs("gloo"), "SYNCPRIMS_BACKEND"),
+        (lambda _: InitProcessGroupKwargs(init_method="env://"), "launcher"),
+        (lambda _: DistributedDataParallelKwargs(comm_hook="fp16"), "register_comm_hook"),
     ]
 
     def program() -> None:
@@ -139,6 +142,24 @@ def test_what_has_no_equivalent_is_told(world: Ranks) -> None:
                 call(Accelerator(cpu=True))
 
     assert world.run(program) == [None]
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        AutocastKwargs,
+        DistributedDataParallelKwargs,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        TorchDynamoPlugin,
+    ],
+)
+def test_options_have_accelerates_names_only(handler: Any) -> None:
+    """Their positions and defaults are compared in `test_surface.py`."""
+    assert handler().to_kwargs() == {}
+    with pytest.raises(TypeError, match="find_unused_parameter'"):
+        handler(find_unused_parameter=True)
+    assert GradScalerKwargs(4.0, growth_factor=2.0).to_kwargs() == {"init_scale": 4.0}
 
 
 @everywhere
