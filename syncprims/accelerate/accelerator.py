@@ -28,7 +28,7 @@ from .data_loader import loader_options, skip_first_batches
 from .saving import Checkpointing
 from .state import AcceleratorState, GradientState, RankCalls, state_of_job
 from .tracking import Tracking
-from .unsupported import check_fixed, check_unsupported, instead_of
+from .unsupported import check_fixed, check_unsupported, check_variables, instead_of
 from .utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
 __all__ = [
@@ -70,7 +70,8 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     :meth:`init_trackers`). Accelerate's own configuration objects are accepted, too.
 
     :raises ConfigurationError: if the device cannot compute in this precision.
-    :raises TypeError: for an argument without an equivalent, with an alternative.
+    :raises TypeError: for an argument, or a variable of ``accelerate launch``, without an
+        equivalent, with an alternative.
     :raises ValueError: if an argument and a configuration object contradict each other.
     """
 
@@ -99,6 +100,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         **others: object,
     ) -> None:
         check_unsupported("Accelerator", others)
+        check_variables(os.environ)
         if split_batches:  # as there, where only the configuration object has it since 1.15
             text = "split_batches is ignored; pass DataLoaderConfiguration(split_batches=True)"
             warnings.warn(f"Accelerator({split_batches=}): {text}", stacklevel=2)

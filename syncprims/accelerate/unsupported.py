@@ -22,8 +22,10 @@ _INSTEAD = {
     ),
     "devicemap maxmemory maxlayer balancedmemory dispatch hooktomodule hookfrommodule alignd"
     " devicesame totalbuffer moduleleaves withties fallback": _DEVICE_MAP,
-    "xla": "syncprims does not run on TPUs",
+    "xla downcast": "syncprims does not run on TPUs",
+    "debugmode": "leave it out: calls of all ranks always compare shapes, dtypes and structures",
     "defaultdevice setdevice": "use `device`, which is set",
+    "cpuaffinity": "bind each rank itself, by os.sched_setaffinity()",
     "offload": "leave it out: load_checkpoint_in_model() reads weights straight into the model",
     "dummy": "make an optimizer and a schedule of torch",
     "tracker loggertype": "Accelerator(log_with=...) takes any object with log(values, step=...)",
@@ -54,6 +56,9 @@ _INTERNALS = (
     " shape size buffers port habana find launch honor listify concat device struct optimizer p2p"
     " nothing sampler globals types dataset logger"
 )
+#: Endings of the variables that ask for these.
+_VARIABLES = """USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG DYNAMO_BACKEND
+    DEBUG_MODE DOWNCAST_BF16 CPU_AFFINITY"""
 
 
 def _is_in(parts: str, name: str) -> bool:
@@ -123,3 +128,13 @@ def check_unsupported(call: str, arguments: Mapping[str, object]) -> None:
         value = getattr(value, "backend", value)  # of a TorchDynamoPlugin
         asks = None if getattr(value, "value", value) in ("no", "NO", {}) else value
         check_fixed(name == "full_state_dict", asks, f"{call}({name}=)", instead)
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Check that no variable of ``accelerate launch`` asks for what is not offered.
+
+    :raises TypeError: as for the argument that asks for the same, naming the variable.
+    """
+    for name in (f"ACCELERATE_{ending}" for ending in _VARIABLES.split()):
+        if (value := environ.get(name, "")).lower() not in ("", "no", "false", "off", "0"):
+            check_fixed(None, value, f"{name}={value}", instead_of(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -142,6 +143,31 @@ def test_what_has_no_equivalent_is_told(world: Ranks) -> None:
                 call(Accelerator(cpu=True))
 
     assert world.run(program) == [None]
+
+
+VARIABLES = {
+    "USE_FSDP": ("true", "fully_shard"),
+    "USE_DEEPSPEED": ("true", "by DeepSpeed itself"),
+    "USE_MEGATRON_LM": ("true", "Megatron-LM itself"),
+    "USE_PARALLELISM_CONFIG": ("true", "torch's own means"),
+    "DYNAMO_BACKEND": ("INDUCTOR", "torch.compile"),
+    "DEBUG_MODE": ("1", "always compare shapes"),
+    "DOWNCAST_BF16": ("true", "TPUs"),
+    "CPU_AFFINITY": ("1", "sched_setaffinity"),
+}
+
+
+@alone
+@on_every_rank
+def test_a_variable_of_accelerate_launch_is_not_ignored() -> None:
+    for ending, (value, said) in VARIABLES.items():
+        name = f"ACCELERATE_{ending}"
+        refused = pytest.raises(TypeError, match=f"{name}={value} is not offered; .*{said}")
+        with mock.patch.dict(os.environ, {name: value}), refused:
+            Accelerator(cpu=True)
+        for nothing in ("NO", "false", "0"):
+            with mock.patch.dict(os.environ, {name: nothing}):
+                Accelerator(cpu=True)
 
 
 @pytest.mark.parametrize(
