@@ -13,6 +13,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, TypeVarTuple, ca
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 
 import syncprims
 from syncprims import training
@@ -69,6 +70,9 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     `log_with` takes trackers: objects with ``log(values, step=...)``, or names (see
     :meth:`init_trackers`). Accelerate's own configuration objects are accepted, too.
 
+    A value that is set has its effect: an attribute that would have none cannot be set.
+
+    :raises AttributeError: if such an attribute is set.
     :raises ConfigurationError: if the device cannot compute in this precision.
     :raises TypeError: for an argument, or a variable of ``accelerate launch``, without an
         equivalent, with an alternative.
@@ -120,16 +124,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
             divide_by_steps=True,
         )
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        follows, whole = step_scheduler_with_optimizer, data.split_batches
-        advance = syncprims.get_world_size() if follows and not whole else 1
-        self.preparation: Preparation = Preparation(
-            self.accumulator,
-            device,
-            device_placement=device_placement,
-            schedule_options={"advance": advance, "follow": follows, "to_end": not whole},
-            autocast_options=_options(self.autocast_handler),
-            ddp_options=_options(self.ddp_handler),
-        )
+        self.preparation = Preparation(self.accumulator, device, device_placement=device_placement)
         self.dataloader_config = data
         self._trigger = _Trigger("accelerator")
         self._start_saving(project_dir, project_config)
@@ -137,7 +132,20 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         #: This rank, under Accelerate's names.
         self.state: AcceleratorState = state_of_job(self.accumulator, device)
         self.gradient_state: GradientState = GradientState(accumulator=self.accumulator)
-        self.step = 0  #: of the script, if it counts here
+        self.step = 0  #: of the script, if it counts here; what is set after it, a program sets
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        there = getattr(type(self), name, None)
+        has_effect = name in vars(self) or callable(there) or getattr(there, "fset", None)
+        is_own = type(self) is not Accelerator and not hasattr(Accelerator, name)
+        if has_effect or is_own or "step" not in vars(self):
+            super().__setattr__(name, value)
+        elif isinstance(now := getattr(self, name, self), list):
+            now[:] = value
+        elif now is self or now != value:
+            what = f"setting {name!r} of an Accelerator to {value!r} would have no effect"
+            instead = instead_of(name) or "make it with this value, or keep your own data elsewhere"
+            raise AttributeError(f"{what}; {instead}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Return this object: a copy of what holds it belongs to the same job."""
@@ -188,8 +196,18 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
             instead = "make an Accelerator(device_placement=False), and move objects yourself"
             call = "prepare(device_placement=) that differs from the job's"
             check_fixed(self.device_placement, value, call, instead)
+        self._take_options()
         prepared = self.preparation.all(objects)
         return prepared[0] if len(prepared) == 1 else prepared
+
+    def _take_options(self) -> None:
+        """Give the preparation the options of this job, which a program may have changed."""
+        follows, whole = self.step_scheduler_with_optimizer, self.split_batches
+        advance = self.num_processes if follows and not whole else 1
+        options = {"advance": advance, "follow": follows, "to_end": not whole}
+        self.preparation.schedule_options = options
+        self.preparation.autocast_options = _options(self.autocast_handler)
+        self.preparation.ddp_options = _options(self.ddp_handler)
 
     def prepare_model(
         self, model: M, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -199,6 +217,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         With `evaluation_mode` it is not wrapped in DDP.
         """
         if evaluation_mode:
+            self._take_options()
             return cast("M", self.preparation.model(model, wrap=False))
         return self.prepare(model, device_placement=device_placement)
 
@@ -246,8 +265,17 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
                 prepared.unscale_gradients()
 
     mixed_precision: str = delegated("accumulator.precision.mode", "``no``, ``fp16`` or ``bf16``.")
-    _models: list[nn.Module] = delegated("accumulator.models")  # transformers' Trainer asks for it
-    scaler: torch.amp.GradScaler | None = delegated("accumulator.precision.scaler", "fp16 only.")
+    scaler: GradScaler | None = delegated("accumulator.precision.scaler", "Of fp16.", settable=True)
+    # Programs ask for these, and empty them.
+    _models: list[nn.Module] = delegated("accumulator.models")
+    _optimizers: list[AcceleratedOptimizer] = delegated("accumulator.optimizers")
+    _schedulers: list[AcceleratedScheduler] = delegated("accumulator.schedules")
+    _dataloaders: list[Any] = delegated("preparation.loaders")
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forward passes autocast."""
+        return self.mixed_precision != "no"
 
     def autocast(self, autocast_handler: object = None) -> AbstractContextManager[Any]:
         """Return a context in which forward passes compute in the job's precision.

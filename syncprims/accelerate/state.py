@@ -184,7 +184,7 @@ class GradientState:
         # Not the Accelerator, which has this object: a cycle would keep the workers of its loaders.
         self._job: Accumulator = job
 
-    sync_gradients: bool = delegated("_job.sync_gradients", "Whether a step follows now.")
+    sync_gradients: bool = delegated("_job.sync_gradients", "Whether a step is due.", settable=True)
     num_steps: int = delegated("_job.steps", "Micro-batches per step.")
     sync_with_dataloader: bool = delegated(
         "_job.sync_with_dataloader", "Whether the last batch of a loader closes a window."

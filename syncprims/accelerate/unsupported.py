@@ -17,6 +17,7 @@ _INSTEAD = {
     ),
     "dynamo repeatedblocks": "call torch.compile(model) before or after prepare()",
     "fp8 recipe": "use mixed_precision='bf16'",
+    "nativeamp mixedprecision": "give mixed_precision= to the Accelerator",
     "communicationhook commhook commwrapper commstate": (
         "call register_comm_hook() of a prepared model that is in DDP"
     ),

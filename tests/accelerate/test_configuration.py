@@ -188,6 +188,57 @@ def test_options_have_accelerates_names_only(handler: Any) -> None:
     assert GradScalerKwargs(4.0, growth_factor=2.0).to_kwargs() == {"init_scale": 4.0}
 
 
+class Own(Accelerator):
+    limit = 1
+
+
+@alone
+@on_every_rank
+def test_an_attribute_without_an_effect_cannot_be_set() -> None:
+    job: Any = Accelerator(cpu=True)
+    own: Any = Own(cpu=True)
+    for name, value, said in (
+        ("native_amp", True, "mixed_precision="),
+        ("mixed_precision", "bf16", "mixed_precision="),
+        ("fp8_enabled", True, "bf16"),
+        ("fsdp_plugin", object(), "fully_shard"),
+        ("parallelism_config", object(), "torch's own means"),
+        ("split_batches", True, "make it with this value"),
+        ("gradient_acumulation_steps", 4, "your own data elsewhere"),
+    ):
+        with pytest.raises(AttributeError, match=f"'{name}' of an Accelerator to .*; .*{said}"):
+            setattr(job, name, value)
+    with pytest.raises(AttributeError, match="mixed_precision="):
+        own.native_amp = True
+    own.limit, own.more = 2, 3  # a subclass has attributes of its own
+    job.native_amp, job.scaler, job.deepspeed_plugin = False, None, None  # as they are
+    job.gather_for_metrics = list  # as trainers of other packages do
+    job.trackers, job.step = [], 1
+    assert (own.limit, own.more, job.gather_for_metrics("ab"), job.step) == (2, 3, ["a", "b"], 1)
+
+
+@alone
+@on_every_rank
+def test_what_a_program_sets_counts_from_the_next_preparation_on() -> None:
+    job: Any = Accelerator(cpu=True, mixed_precision="bf16")
+    assert job.prepare(Autocast())(torch.ones(1)) == 1
+    job.autocast_handler = AutocastKwargs()
+    job.autocast_handler.enabled = False
+    job.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    assert job.prepare(Autocast())(torch.ones(1)) == 0
+    assert job.preparation.ddp_options == {"find_unused_parameters": True}
+    optimizer = torch.optim.SGD(unit_model().parameters(), lr=1.0)
+    job.step_scheduler_with_optimizer = False
+    _, schedule = job.prepare(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    job.gradient_state.sync_gradients = False
+    optimizer.step()
+    schedule.step()
+    assert schedule.get_last_lr() == [0.5]
+    assert [len(job._models), len(job._optimizers), len(job._schedulers)] == [2, 1, 1]
+    job._models = job._optimizers = job._schedulers = job._dataloaders = []
+    assert job.accumulator.models == job.accumulator.optimizers == job.accumulator.schedules == []
+
+
 @everywhere
 @on_every_rank
 def test_calls_that_ask_for_what_is_so_anyway(tmp_path: Path) -> None:
