@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import gc
 import os
@@ -198,6 +199,10 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
             check_fixed(self.device_placement, value, call, instead)
         self._take_options()
         prepared = self.preparation.all(objects)
+        for model in prepared if self.use_distributed else ():
+            # As in DDP, which is not used on the CPU. Not a submodule: names in states stay.
+            if isinstance(model, nn.Module) and not hasattr(model, "module"):
+                object.__setattr__(model, "module", _inside(model))
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _take_options(self) -> None:
@@ -345,6 +350,33 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
                 loader.even_batches = even if even_batches is None else even_batches
             stack.enter_context(training.join_uneven_inputs(self.accumulator))
             yield
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """Return an object with all attributes of `model` but ``module``, also those set later.
+
+    If it were `model` itself, a loop that unwraps as long as there is a ``module`` would not end.
+    """
+    kind = type(model)
+
+    def refuse(_: object) -> Any:
+        raise AttributeError("module")
+
+    def reduce(inner: nn.Module, _: object) -> Any:  # a file of it needs no code of ours
+        state = {name: value for name, value in vars(inner).items() if name != "module"}
+        return copyreg.__newobj__, (kind,), state  # type: ignore[attr-defined]
+
+    about = {name: vars(kind).get(name) for name in ("__module__", "__doc__")}
+    own = {
+        "module": property(refuse),
+        "__reduce_ex__": reduce,
+        "__class__": property(lambda _: kind),
+    }
+    made: Any = type(kind.__name__, (nn.Module,), about | own)
+    made.__bases__ = (kind,)  # only now, so that the class does not hear of a subclass
+    inner: nn.Module = object.__new__(made)
+    object.__setattr__(inner, "__dict__", vars(model))
+    return inner
 
 
 _HANDLERS = {

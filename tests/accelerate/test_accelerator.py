@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -100,6 +101,45 @@ def test_prepare_keeps_order_and_hands_on_what_it_does_not_know() -> None:
     assert batch[0].device == a.device
     kept = a.free_memory(one, two)
     assert kept == [None, None]
+
+
+class Outer(torch.nn.Module):
+    """A model with a part that has the name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = unit_model()
+
+
+@everywhere
+@on_every_rank
+def test_a_model_of_several_ranks_has_a_module_that_is_the_model() -> None:
+    """Programs write it, because DDP has one. On one rank there is none, as in Accelerate."""
+    job = Accelerator(cpu=True)
+    plain: Any = small_model()
+    names, modules = list(plain.state_dict()), [name for name, _ in plain.named_modules()]
+    shown = repr(plain)
+    model, outer = job.prepare(plain, Outer())
+    assert list(outer.module.state_dict()) == ["weight"]
+    assert hasattr(model, "module") == job.use_distributed
+    for one in [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]:
+        if job.use_distributed:
+            inner = one.module
+            assert isinstance(inner, type(one))
+            assert inner.__class__ is type(one)
+            assert inner[0].weight is one[0].weight
+            assert list(inner.state_dict()) == names
+            assert not hasattr(inner, "module"), "or loops that unwrap would not end"
+            assert isinstance(copy.deepcopy(inner), torch.nn.Sequential)
+        assert list(one.state_dict()) == names
+        assert [name for name, _ in one.named_modules()] == modules
+        assert len(list(one.parameters())) == len(names)
+        assert repr(one.apply(lambda module: module.eval())) == shown
+        assert not one.training
+    if job.use_distributed:
+        model.module.eval().note = 3
+        assert (model.training, model.note) == (False, 3), "they have the same attributes"
+    assert numbers(job.unwrap_model(model)) == numbers(small_model())
 
 
 @pytest.mark.parametrize(
