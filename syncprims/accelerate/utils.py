@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import operator
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.torch_version import TorchVersion
 
 import syncprims
@@ -507,16 +509,29 @@ def load_checkpoint_in_model(
     )
 
 
-def init_on_device(device: torch.device | str) -> AbstractContextManager[Any]:
-    """Return a context in which new tensors, and so models, are on `device`."""
-    return torch.device(device)
+@contextlib.contextmanager
+def init_on_device(device: Any, include_buffers: bool | None = None) -> Generator[None]:
+    """In this block the parameters of new models are on `device`.
 
-
-def init_empty_weights(include_buffers: bool = True) -> AbstractContextManager[Any]:
-    """Return a context in which models are made without memory for their tensors.
-
-    :raises TypeError: without `include_buffers`: buffers are on the meta device, too.
+    With `include_buffers`, so are their buffers, which a file of weights need not have.
     """
-    if not include_buffers:
-        raise TypeError("init_empty_weights(include_buffers=False) is not offered")
-    return torch.device("meta")
+    if include_buffers:
+        with torch.device(device):
+            yield
+        return
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.device == torch.device(device):
+            return None  # it stays: another module may share it
+        return type(parameter)(parameter.to(device), parameter.requires_grad)
+
+    with register_module_parameter_registration_hook(move):
+        yield
+
+
+def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[Any]:
+    """Return a context in which models are made without memory for their parameters.
+
+    With `include_buffers`, without memory for their buffers, too.
+    """
+    return init_on_device("meta", include_buffers)

@@ -163,6 +163,23 @@ def test_a_job_is_one_object() -> None:
     assert [batch.tolist() for batch in loader] == [[3]]
 
 
+def test_models_without_memory_keep_their_buffers() -> None:
+    def devices(model: torch.nn.Module) -> list[str]:
+        tensors = (*model.parameters(), *model.buffers())
+        return [tensor.device.type for tensor in tensors if tensor.ndim]
+
+    with accelerate.init_empty_weights():
+        some = torch.nn.BatchNorm1d(2)
+        first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        second.weight = first.weight
+    with accelerate.init_empty_weights(include_buffers=True):
+        none = torch.nn.BatchNorm1d(2)
+    assert devices(some) == ["meta", "meta", "cpu", "cpu"]
+    assert devices(none) == ["meta"] * 4
+    assert devices(torch.nn.Linear(1, 1)) == ["cpu", "cpu"]
+    assert second.weight is first.weight
+
+
 @in_threads
 @on_every_rank
 def test_operations() -> None:
