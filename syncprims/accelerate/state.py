@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from enum import StrEnum
+from enum import Enum
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,7 +21,7 @@ _STATE = "accelerate.state"  # among the world's extras: what all states of a ra
 _JOB = "accelerate.job"  # the accumulator of the latest Accelerator
 
 
-class DistributedType(StrEnum):
+class DistributedType(str, Enum):  # noqa: UP042 - a StrEnum prints differently
     """Accelerate's names for kinds of jobs. A job here has one of the first three."""
 
     NO = "NO"
@@ -134,13 +134,14 @@ class PartialState(RankCalls):
             world.open_process_group()
         if not self.__dict__:
             self.device: torch.device = rank_device(cpu=cpu)
-            self.backend = world.backend_name
+            self.backend = world.backend_name if world.world_size > 1 else None
             self.mixed_precision = "no"
 
     def __repr__(self) -> str:
         names = ("num_processes", "process_index", "local_process_index", "device")
         lines = [f"{name.replace('_', ' ').capitalize()}: {getattr(self, name)}" for name in names]
-        return "\n".join([f"Distributed environment: {self.distributed_type}", *lines, ""])
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return "\n".join([f"Distributed environment: {self.distributed_type}{backend}", *lines, ""])
 
     def destroy_process_group(self, group: object = None) -> None:
         """Do nothing: the world, and a process group with it, end with the program."""

@@ -129,13 +129,13 @@ def test_loggers(world: Ranks) -> None:
         logging.getLogger().setLevel(root)
         of_all.logger.handlers.clear()
     assert first.splitlines() == [
-        "program [rank 0] main only",
-        "program [rank 0] all",
-        "program [rank 0] in turn",
-        "warning_once [rank 0] once",
+        "program [RANK 0] main only",
+        "program [RANK 0] all",
+        "program [RANK 0] in turn",
+        "warning_once [RANK 0] once",
     ]
-    assert second.splitlines() == ["program [rank 1] all", "program [rank 1] in turn"]
-    assert sorted(shared.getvalue().splitlines()) == ["[rank 0] of 0", "[rank 1] of 1"]
+    assert second.splitlines() == ["program [RANK 1] all", "program [RANK 1] in turn"]
+    assert sorted(shared.getvalue().splitlines()) == ["[RANK 0] of 0", "[RANK 1] of 1"]
 
 
 @in_threads
@@ -161,6 +161,18 @@ def test_a_job_is_one_object() -> None:
     assert Accelerator(cpu=True).num_processes == 1
     loader = accelerate.skip_first_batches(dataloader=feed([1, 2, 3]), num_batches=2)
     assert [batch.tolist() for batch in loader] == [[3]]
+
+
+@in_threads
+@on_every_rank
+def test_states_are_printed_as_there() -> None:
+    """On one rank, `test_surface.py` compares the text."""
+    job = Accelerator(cpu=True)
+    assert str(job.state) == (
+        "Distributed environment: DistributedType.MULTI_CPU  Backend: threads\n"
+        f"Num processes: 2\nProcess index: {get_rank()}\nLocal process index: {get_rank()}\n"
+        "Device: cpu\n\nMixed precision type: no\n"
+    )
 
 
 def test_models_without_memory_keep_their_buffers() -> None:

@@ -26,7 +26,7 @@ ROOMS = {
     "testing": {"_system", "errors", "interface", "_protocol", "_data", "_world", "", "c10d"},
     "training": {"_system", "errors", "_protocol", "_data", "_world", ""},
     "c10d": {"errors", "interface", "_protocol", "_data", "_world"},
-    "accelerate": {"training", "testing", "_world", ""},
+    "accelerate": {"training", "testing", "_world", "_api", ""},
     "cli": {"_system", "errors", "interface", "_world", "", "who", "tracing"},
     "__main__": {"cli"},
 }
