@@ -84,7 +84,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     ddp_handler: utils.DistributedDataParallelKwargs | None
     init_handler: utils.InitProcessGroupKwargs | None
     scaler_handler: utils.GradScalerKwargs | None
-    is_fsdp2 = False
+    is_fsdp2 = is_composable_parallelism_enabled = fp8_enabled = has_lomo_optimizer = False
     deepspeed_plugin = parallelism_config = torch_device_mesh = None
 
     def __init__(
@@ -132,7 +132,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         self._start_tracking(log_with)
         #: This rank, under Accelerate's names.
         self.state: AcceleratorState = state_of_job(self.accumulator, device)
-        self.gradient_state: GradientState = GradientState(accumulator=self.accumulator)
+        self.gradient_state: GradientState = GradientState(job=self.accumulator)
         self.step = 0  #: of the script, if it counts here; what is set after it, a program sets
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -281,6 +281,11 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     def native_amp(self) -> bool:
         """Whether forward passes autocast."""
         return self.mixed_precision != "no"
+
+    @staticmethod
+    def maybe_context_parallel(**_: object) -> AbstractContextManager[None]:
+        """Return a context that does nothing: the sequences are not spread over ranks."""
+        return contextlib.nullcontext()
 
     def autocast(self, autocast_handler: object = None) -> AbstractContextManager[Any]:
         """Return a context in which forward passes compute in the job's precision.

@@ -200,7 +200,7 @@ class Checkpointing:
         self,
         model: nn.Module,
         save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "5GB",
+        max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
         """Save the model's weights in files that other libraries read, too.

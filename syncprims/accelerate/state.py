@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 from enum import Enum
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 
@@ -14,6 +14,8 @@ from syncprims._world.runtime import get_world
 from syncprims._world.sequential import MainFirst
 from syncprims.training import Accumulator, rank_device
 from syncprims.training.optimizer import delegated
+
+from .unsupported import check_fixed, check_unsupported, instead_of
 
 R = TypeVar("R")
 
@@ -49,6 +51,12 @@ class RankCalls:
     """Which rank this is, and the calls that ranks make together: of a state and of a job."""
 
     device: torch.device  #: the device of this rank
+
+    if not TYPE_CHECKING:  # else every name would have a type
+
+        def __getattr__(self, name: str) -> NoReturn:
+            what = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError("; ".join(filter(None, (what, instead_of(name)))))
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -112,26 +120,37 @@ class RankCalls:
         yield syncprims.split(inputs, pad=apply_padding)
 
 
+class _SharedState:
+    """What all states of a rank have in common: empty before the first one."""
+
+    def __get__(self, *_: object) -> Any:
+        return syncprims.current().extras.get(_STATE, {})
+
+
 class PartialState(RankCalls):
     """This rank: its place and its device. The first one starts the world.
 
     All states of a rank are the same one. With `cpu` no accelerator is used. `timeout`, a
     timedelta, becomes that of all calls. With a `backend`, whichever it is, ``torch.distributed``
-    has its default group. Other arguments of Accelerate's are accepted, and mean nothing here.
+    has its default group.
+
+    :raises TypeError: for other options, with an alternative.
     """
 
     backend: str | None
-    debug = False
+    debug = fork_launched = False
     initialized = True
+    _shared_state = _SharedState()
 
     def __init__(self, cpu: bool = False, **options: Any) -> None:
         world = get_world()
         self.__dict__ = world.extras.setdefault(_STATE, {})
-        if (timeout := options.get("timeout")) is not None:
+        if (timeout := options.pop("timeout", None)) is not None:
             world.set_timeout(timeout.total_seconds())
         # The program uses the group itself, as transformers' Trainer does.
         if "backend" in options and world.world_size > 1:
             world.open_process_group()
+        check_unsupported(type(self).__name__, {**options, "backend": None})
         if not self.__dict__:
             self.device: torch.device = rank_device(cpu=cpu)
             self.backend = world.backend_name if world.world_size > 1 else None
@@ -147,7 +166,7 @@ class PartialState(RankCalls):
         """Do nothing: the world, and a process group with it, end with the program."""
 
     @classmethod
-    def _reset_state(cls, reset_partial_state: bool = True) -> None:
+    def _reset_state(cls, reset_partial_state: bool = False) -> None:
         syncprims.current().extras.pop(_STATE, None)
 
 
@@ -176,10 +195,18 @@ def state_of_job(accumulator: Accumulator, device: torch.device) -> AcceleratorS
 
 
 class GradientState:
-    """The window and the loader that the latest job, or that of `accumulator`, is in."""
+    """The window and the loader that the latest job, or that of the accumulator `job`, is in.
 
-    def __init__(self, plugin: object = None, *, accumulator: Accumulator | None = None) -> None:
-        job = accumulator or syncprims.current().extras.get(_JOB)
+    :raises TypeError: for a plugin: an Accelerator takes it.
+    """
+
+    initialized = True
+    adjust_scheduler = is_xla_gradients_synced = False
+
+    def __init__(self, gradient_accumulation_plugin: None = None, *, job: Any = None) -> None:
+        plugin, instead = gradient_accumulation_plugin, "give it to the Accelerator"
+        check_fixed(None, plugin, "GradientState(gradient_accumulation_plugin=)", instead)
+        job = job or syncprims.current().extras.get(_JOB)
         if job is None:
             raise RuntimeError("make an Accelerator before a GradientState")
         # Not the Accelerator, which has this object: a cycle would keep the workers of its loaders.
@@ -196,6 +223,11 @@ class GradientState:
         """The prepared loader that the current code iterates, if it is in one."""
         cursor = self._job.loaders.innermost
         return None if cursor is None else cursor.loader
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The prepared loaders that the current code iterates, outermost first, after a None."""
+        return [None, *(cursor.loader for cursor in self._job.loaders.open)]
 
     @property
     def in_dataloader(self) -> bool:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
-from importlib.metadata import version
+from importlib.metadata import version as version_of
 from importlib.util import find_spec
 from typing import Any
 
@@ -270,7 +270,7 @@ def __getattr__(name: str) -> Any:
     return find_name(__name__, name)
 
 
-def compare_versions(library_or_version: object, operation: str, requirement: str) -> bool:
+def compare_versions(library_or_version: object, operation: str, requirement_version: str) -> bool:
     """Return whether a version, or that of an installed library, is ``>=`` or the like another.
 
     :raises KeyError: if `operation` is not a comparison.
@@ -278,13 +278,13 @@ def compare_versions(library_or_version: object, operation: str, requirement: st
     known = {">": "gt", ">=": "ge", "==": "eq", "!=": "ne", "<=": "le", "<": "lt"}
     found = str(library_or_version)
     if not found[0].isdigit():
-        found = version(found)
-    return bool(getattr(operator, known[operation])(TorchVersion(found), requirement))
+        found = version_of(found)
+    return bool(getattr(operator, known[operation])(TorchVersion(found), requirement_version))
 
 
-def is_torch_version(operation: str, requirement: str) -> bool:
+def is_torch_version(operation: str, version: str) -> bool:
     """Return whether torch's version is ``>=`` or the like another."""
-    return compare_versions(torch.__version__, operation, requirement)
+    return compare_versions(torch.__version__, operation, version)
 
 
 # -- memory, released and not exceeded ------------------------------------------------------------
@@ -392,15 +392,15 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     return torch.load(f, map_location=map_location, **kwargs)
 
 
-def str_to_bool(value: str) -> int:
-    """Return 1 or 0 for words such as yes and no.
+def str_to_bool(value: str, to_bool: bool = False) -> int:
+    """Return 1 or 0 for words such as yes and no, or, with `to_bool`, True or False.
 
     :raises ValueError: for other words.
     """
     if value.lower() in ("y", "yes", "t", "true", "on", "1"):
-        return 1
+        return True if to_bool else 1
     if value.lower() in ("n", "no", "f", "false", "off", "0"):
-        return 0
+        return False if to_bool else 0
     raise ValueError(f"{value!r} is neither yes nor no")
 
 
@@ -456,8 +456,13 @@ def notebook_launcher(
     Each rank is a process on the file backend, so no port is used. Arguments about ports,
     rendezvous and nodes are accepted if they ask for one node.
 
+    :raises TypeError: for an argument that Accelerate's function does not have, either.
     :raises ValueError: if there is a world here already, or more nodes than one are asked for.
     """
+    known = "use_port master_addr node_rank num_nodes rdzv_backend rdzv_endpoint rdzv_conf rdzv_id"
+    known += " max_restarts monitor_interval log_line_prefix_template"
+    if unknown := others.keys() - set(known.split()):
+        raise TypeError(f"notebook_launcher has no argument {min(unknown)!r}")
     if others.get("num_nodes", 1) != 1:
         raise ValueError("notebook_launcher starts ranks on one machine; use torchrun for several")
     if others.get("max_restarts", 0):

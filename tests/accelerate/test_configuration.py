@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import syncprims
 from syncprims.accelerate import Accelerator
+from syncprims.accelerate.state import AcceleratorState, GradientState, PartialState
 from syncprims.accelerate.tracking import GeneralTracker, on_main_process
 from syncprims.accelerate.utils import (
     AutocastKwargs,
@@ -129,6 +130,9 @@ def test_what_has_no_equivalent_is_told(world: Ranks) -> None:
         (lambda job: job.prepare(unit_model(), None, device_placement=[True, False]), "move"),
         (lambda job: job.prepare_data_loader([], slice_fn_for_dispatch=id), "collate_fn"),
         (lambda job: job.load_state("x", {"a": 1}), "leave it out"),
+        (lambda _: PartialState(init_method="env://"), "launcher"),
+        (lambda _: AcceleratorState(mixed_precision="bf16"), "Accelerator"),
+        (lambda _: GradientState(GradientAccumulationPlugin(4)), "Accelerator"),  # type: ignore[arg-type]
         (lambda _: InitProcessGroupKwargs("gloo"), "SYNCPRIMS_BACKEND"),
         (lambda _: InitProcessGroupKwargs(init_method="env://"), "launcher"),
         (lambda _: DistributedDataParallelKwargs(comm_hook="fp16"), "register_comm_hook"),

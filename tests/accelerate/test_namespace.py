@@ -78,6 +78,8 @@ def test_questions_that_scripts_ask() -> None:
     assert utils.is_torch_distributed_available()
     installed = importlib.util.find_spec("torchdata") is not None
     assert utils.is_torchdata_stateful_dataloader_available() == installed
+    answers = [utils.str_to_bool("yes"), utils.str_to_bool("off", to_bool=True)]
+    assert str(answers) == "[1, False]"
     assert utils.is_torch_version(">=", "2.0")
     assert utils.compare_versions("1.10", ">", "1.9")
     assert utils.compare_versions(accelerate.__version__, ">=", "1.0")
@@ -173,6 +175,10 @@ def test_states_are_printed_as_there() -> None:
         f"Num processes: 2\nProcess index: {get_rank()}\nLocal process index: {get_rank()}\n"
         "Device: cpu\n\nMixed precision type: no\n"
     )
+    assert PartialState._shared_state is job.state.__dict__
+    assert job.gradient_state.dataloader_references == [None]
+    with job.maybe_context_parallel(buffers=[], buffer_seq_dims=[]):
+        pass
 
 
 def test_models_without_memory_keep_their_buffers() -> None:
@@ -274,3 +280,5 @@ def test_launchers_start_ranks(world: Ranks, tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match="torchrun"):
         accelerate.notebook_launcher(rank, num_nodes=2)
+    with pytest.raises(TypeError, match="'num_proceses'"):
+        accelerate.notebook_launcher(rank, num_proceses=2)
