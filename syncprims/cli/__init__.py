@@ -11,12 +11,12 @@ from typing import Any
 from syncprims._world.world import version
 from syncprims.errors import SyncError
 
-from . import env, metrics, run, trace, who
+from . import env, run, trace, who
 from .console import CommandParser, say
 
 #: In the order of ``--help``. A command is a module with `add_arguments` and `run`. Its docstring
 #: is its help: a summary, a paragraph, and what comes after the flags.
-COMMANDS = (run, who, metrics, env, trace)
+COMMANDS = (run, who, env, trace)
 _NO_HELP = "There is no help under python -OO.\n\n\n\n"
 
 

@@ -287,28 +287,6 @@ def test_a_run_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> 
     assert "no world runs with run id 'gone' on this host" in capsys.readouterr().err
 
 
-def test_figures_are_printed_for_prometheus(tmp_path: Path) -> None:
-    with job(tmp_path, RUN) as started:
-        seen = hangs(started)
-        done = command(str(started.pid), of="metrics")
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("# ")]
-    values = dict(line.rsplit(" ", 1) for line in lines)
-    run, ranks = f'run_id="{seen.run_id}"', ("0", "1")
-    rounds, waits = (
-        [float(values[f'syncprims_{name}{{{run},rank="{rank}"}}']) for rank in ranks]
-        for name in ("rounds_total", "waiting_seconds")
-    )
-    assert rounds == [3, 2]  # with the round of the start
-    assert waits[0] > NOTABLE
-    assert waits[1] == 0
-    assert float(values[f"syncprims_seconds_since_last_round{{{run}}}"]) == pytest.approx(waits[0])
-    assert values[f"syncprims_restarts_total{{{run}}}"] == "0"
-    assert values[f"syncprims_stuck{{{run}}}"] == "0"
-    for kind in ("# TYPE syncprims_rounds_total counter", "# TYPE syncprims_stuck gauge"):
-        assert done.stdout.count(kind) == 1
-
-
 def test_the_launcher_prints_the_table_on_sigquit_and_harms_no_rank(tmp_path: Path) -> None:
     with job(tmp_path, RUN) as started:
         seen = hangs(started)
