@@ -1,0 +1,1 @@
+"""Training programs that a machine writes, and the oracles that judge them."""
