@@ -23,8 +23,6 @@ from support.training_models import (
     new_job,
     numbers,
     ones,
-    rows,
-    small_model,
     unit_model,
     with_others,
 )
@@ -35,32 +33,11 @@ from syncprims.accelerate import Accelerator
 from syncprims.testing import run_world
 from syncprims.training import (
     Accumulator,
-    PreparedOptimizer,
     broadcast_model,
     join_uneven_inputs,
     prepare,
     unwrap_model,
 )
-
-
-@everywhere
-@on_every_rank
-def test_the_tail_of_a_prepared_loader_weighs_what_it_holds() -> None:
-    accumulator = Accumulator(4)
-    model, optimizer, loader = prepare(
-        *(model := unit_model(), torch.optim.SGD(model.parameters(), lr=1.0)),
-        feed([torch.ones(1)] * (5 * syncprims.get_world_size()), batch_size=1),
-        accumulator=accumulator,
-    )
-    seen = []
-    for batch in loader:
-        with accumulator.accumulate(model):
-            accumulator.backward(model(batch).mean())
-            if accumulator.sync_gradients:
-                seen.append(gradient(model))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert (seen, numbers(model)[0]) == ([1.0, 1.0], -2.0)
 
 
 @everywhere
@@ -132,76 +109,6 @@ def test_clipping_follows_the_window_that_was_entered_last() -> None:
         accumulator.clip_grad_norm_(one.parameters(), 1.0)
         accumulator.clip_grad_value_(one.parameters(), 1.0)
     assert gradient(one) == 100.0
-
-
-@everywhere
-@pytest.mark.parametrize("zero_first", [True, False])
-@on_every_rank
-def test_micro_batches_equal_the_full_batch(zero_first: bool) -> None:
-    data, ranks = rows(48), syncprims.get_world_size()
-    whole = small_model()
-    plain = torch.optim.AdamW(whole.parameters(), lr=0.1)
-    for x, y in feed(data, batch_size=16):
-        plain.zero_grad()
-        ((whole(x) - y) ** 2).mean().backward()
-        torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        plain.step()
-
-    accumulator, model = Accumulator(4), small_model(seed=syncprims.get_rank())
-    share = small_model().state_dict()
-    if syncprims.is_main():
-        model.load_state_dict(share)  # the others get it from rank 0
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    loader = feed(data, batch_size=4 // ranks)
-    model, optimizer, loader = prepare(model, optimizer, loader, accumulator=accumulator)
-    for x, y in loader:
-        with accumulator(model):
-            if zero_first:
-                optimizer.zero_grad()
-            accumulator.backward(((model(x) - y) ** 2).mean())
-            accumulator.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            if not zero_first:
-                optimizer.zero_grad()
-    assert close(numbers(model), numbers(whole))
-
-
-@everywhere
-def test_unequal_numbers_of_tokens_weigh_alike(world: Ranks) -> None:
-    def program() -> tuple[list[float], list[float]]:
-        rank, ranks = syncprims.get_rank(), syncprims.get_world_size()
-        lengths = torch.randint(0, 9, (7, ranks), generator=torch.Generator().manual_seed(3))
-        data = iter(rows(int(lengths.sum())))
-        pieces = [
-            [[next(data) for _ in range(int(length))] for length in micro] for micro in lengths
-        ]
-        model, whole = small_model(), small_model()
-        accumulator = Accumulator(5)
-        optimizer = prepare(torch.optim.SGD(model.parameters(), lr=0.1), accumulator=accumulator)
-        plain = torch.optim.SGD(whole.parameters(), lr=0.1)
-
-        def loss(net: nn.Module, tokens: list[tuple[torch.Tensor, ...]]) -> Any:
-            if not tokens:
-                return 0.0 * net(torch.zeros(1, 3).double()).sum()
-            return sum((net(x) - y).square().sum() for x, y in tokens)
-
-        for micro in pieces:
-            with accumulator.accumulate(model):
-                accumulator.backward(loss(model, micro[rank]), weight=len(micro[rank]))
-                optimizer.step()
-                optimizer.zero_grad()
-        assert accumulator.flush()  # two of seven are left
-        optimizer.step()
-        for window in (pieces[:5], pieces[5:]):
-            tokens = [token for micro in window for part in micro for token in part]
-            plain.zero_grad()
-            (loss(whole, tokens) / len(tokens)).backward()
-            plain.step()
-        return numbers(model), numbers(whole)
-
-    for mine, wanted in world.run(program):
-        assert close(mine, wanted, within=1e-6)
-        assert close(mine, wanted, within=1e-13)
 
 
 @everywhere
@@ -291,93 +198,6 @@ def test_two_accumulators_do_not_disturb_each_other() -> None:
     assert seen == wanted
 
 
-class _Pair:
-    """A generator and a discriminator whose losses reach both."""
-
-    def __init__(self, steps: int) -> None:
-        torch.manual_seed(1)
-        self.g, self.d = nn.Linear(2, 3).double(), small_model(2)
-        self.accumulator = Accumulator(steps)
-        given: list[Any] = [torch.optim.Adam(m.parameters(), 0.1) for m in (self.g, self.d)]
-        self.opt_g, self.opt_d = prepare(*given, accumulator=self.accumulator)
-
-    def loss_d(self, z: torch.Tensor) -> Any:
-        return (self.d(self.g(z).detach()) - self.d(z @ torch.ones(2, 3).double())).mean()
-
-    def loss_g(self, z: torch.Tensor) -> Any:
-        return -self.d(self.g(z)).square().mean()
-
-    def backward_g(self, z: torch.Tensor) -> None:
-        """As in loops of adversaries that accumulate: this loss leaves nothing in the other."""
-        self.d.requires_grad_(False)
-        self.accumulator.backward(self.loss_g(z))
-        self.d.requires_grad_(True)
-
-
-def _noise(step: int, rank: int) -> torch.Tensor:
-    made = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(2, 2, generator=made).double()
-
-
-def _adversaries(pair: _Pair, together: bool) -> None:
-    rank = syncprims.get_rank()
-    accumulator = pair.accumulator
-    for step in range(6):
-        z = _noise(step, rank)
-        if together:
-            with accumulator.accumulate(pair.g, pair.d):
-                pair.opt_d.zero_grad()
-                accumulator.backward(pair.loss_d(z))
-                pair.opt_d.step()
-                pair.opt_g.zero_grad()
-                pair.backward_g(z)
-                pair.opt_g.step()
-            continue
-        with accumulator.accumulate(pair.d):
-            pair.opt_d.zero_grad()
-            accumulator.backward(pair.loss_d(z))
-            pair.opt_d.step()
-        with accumulator.accumulate(pair.g):
-            pair.opt_g.zero_grad()
-            pair.backward_g(z)
-            pair.opt_g.step()
-
-
-def _slopes(loss: torch.Tensor, model: nn.Module) -> tuple[torch.Tensor, ...]:
-    return torch.autograd.grad(loss, list(model.parameters()))
-
-
-def _descend(prepared: PreparedOptimizer, slopes: list[tuple[torch.Tensor, ...]]) -> None:
-    plain = prepared.optimizer
-    parameters = [p for group in prepared.param_groups for p in group["params"]]
-    for p, *parts in zip(parameters, *slopes, strict=True):
-        p.grad = torch.stack(parts).mean(dim=0)
-    plain.step()
-
-
-@everywhere
-def test_adversaries_get_their_own_gradients(world: Ranks) -> None:
-    """In one block and in two, with windows of one, two and three micro-batches."""
-    cases = list(product([1, 2, 3], [True, False]))
-
-    def trained(steps: int, together: bool) -> tuple[list[float], list[float]]:
-        pair, plain = _Pair(steps), _Pair(1)
-        _adversaries(pair, together)
-        ranks = range(syncprims.get_world_size())
-        for window in range(0, 6, steps):
-            early = [_noise(s, r) for s in range(window, window + steps - 1) for r in ranks]
-            late = [_noise(window + steps - 1, r) for r in ranks]
-            # All but the last losses of the generator meet the discriminator before its step.
-            so_far = [_slopes(plain.loss_g(z), plain.g) for z in early]
-            _descend(plain.opt_d, [_slopes(plain.loss_d(z), plain.d) for z in early + late])
-            _descend(plain.opt_g, so_far + [_slopes(plain.loss_g(z), plain.g) for z in late])
-        return numbers(pair.g) + numbers(pair.d), numbers(plain.g) + numbers(plain.d)
-
-    for found in world.run(lambda: [trained(*case) for case in cases]):
-        for case, (mine, wanted) in zip(cases, found, strict=True):
-            assert close(mine, wanted, within=1e-10), case
-
-
 @everywhere
 @on_every_rank
 def test_what_was_prepared_follows_the_job_that_prepares_it_again() -> None:
@@ -399,47 +219,6 @@ def test_what_was_prepared_follows_the_job_that_prepares_it_again() -> None:
                 optimizer.zero_grad()
             seen += numbers(again)
     assert seen == [0.0, -1.0, -1.0, -2.0, -2.0, -3.0]
-
-
-@with_others
-@on_every_rank
-def test_a_gradient_that_some_ranks_lack_counts_as_zero_there() -> None:
-    model = nn.ModuleList([unit_model() for _ in range(4)])
-    model[3].weight.requires_grad_(False)
-    accumulator = Accumulator()
-    with accumulator.accumulate(model):
-        loss = model[0](ones()).sum() + model[3](ones()).sum()
-        if syncprims.get_rank() == 1:
-            loss = loss + 4 * model[1](ones()).sum()
-        accumulator.backward(loss)
-    assert [None if p.grad is None else float(p.grad) for p in model.parameters()] == [
-        1.0,
-        4.0 / syncprims.get_world_size(),
-        None,
-        None,
-    ]
-
-
-@with_others
-def test_shared_and_sparse_parameters_are_averaged_once(world: Ranks) -> None:
-    def program() -> list[float]:
-        words = nn.Embedding(3, 1, sparse=True)
-        head = nn.Linear(1, 3, bias=False)
-        tied = nn.Linear(1, 3, bias=False)
-        tied.weight = head.weight
-        model = nn.ModuleDict({"words": words, "head": head, "tied": tied})
-        accumulator, rank = Accumulator(2), syncprims.get_rank()
-        broadcast_model(model)
-        nn.init.ones_(words.weight)
-        for _ in range(2):
-            with accumulator.accumulate(model):
-                hidden = words(torch.tensor([rank % 3]))
-                accumulator.backward((head(hidden) + tied(hidden)).sum() * (rank + 1))
-        assert head.weight.grad is not None
-        return [float(x) for x in head.weight.grad.reshape(-1)]
-
-    mean = 2 * sum(range(1, world.ranks + 1)) / world.ranks
-    assert all(close(seen, [mean] * 3, 1e-6) for seen in world.run(program))
 
 
 @with_others
@@ -569,84 +348,6 @@ def test_misuse_is_told() -> None:
         Accumulator(0)
     with pytest.raises(TypeError):
         Accumulator(1.5)  # type: ignore[arg-type]
-
-
-@everywhere
-@pytest.mark.parametrize(("steps", "main_is_last"), [(1, True), (1, False), (3, True), (3, False)])
-@on_every_rank
-def test_ranks_may_run_out_of_data(steps: int, main_is_last: bool) -> None:
-    """And in the micro-batch after it, all have data again."""
-    rank, ranks = syncprims.get_rank(), syncprims.get_world_size()
-    table = rows(6 * ranks)
-    data = [table[i] for i in range(6 * ranks)]
-    counts = [5 - (r if main_is_last else ranks - 1 - r) for r in range(ranks)]
-    mine = [data[rank + ranks * i] for i in range(counts[rank])]
-    accumulator, model, whole = Accumulator(steps), small_model(), small_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    model, optimizer, schedule = prepare(model, optimizer, schedule, accumulator=accumulator)
-
-    def train(batches: list[tuple[torch.Tensor, ...]]) -> None:
-        for x, y in batches:
-            with accumulator.accumulate(model):
-                accumulator.backward((model(x) - y).square().sum(), weight=1)
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-
-    with join_uneven_inputs(accumulator):
-        train(mine)
-    train([data[rank + ranks * 5]])
-    plain = torch.optim.Adam(whole.parameters(), lr=0.1)
-    for first in range(0, 6, steps):
-        held = [
-            data[r + ranks * i]
-            for i in range(first, first + steps)
-            for r in range(ranks)
-            if i < counts[r] or i == 5
-        ]
-        plain.zero_grad()
-        for x, y in held:
-            ((whole(x) - y).square().sum() / len(held)).backward()
-        plain.step()
-        plain.param_groups[0]["lr"] *= 0.9
-    assert close(numbers(model), numbers(whole), within=1e-10)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9 ** (6 // steps))
-
-
-@everywhere
-def test_without_padding_a_weighted_epoch_is_that_of_one_process(world: Ranks) -> None:
-    """As `training.md` does it. The last round has 4 of 8 items, so some ranks have none."""
-
-    def train(steps: int) -> list[float]:
-        accumulator, model = Accumulator(steps), small_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = feed(rows(52), batch_size=8 // world.ranks)
-        model, optimizer, loader = prepare(
-            model, optimizer, loader, accumulator=accumulator, even_batches=False
-        )
-        for _ in range(2):
-            with join_uneven_inputs(accumulator):
-                for x, y in loader:
-                    with accumulator.accumulate(model):
-                        accumulator.backward((model(x) - y).square().sum(), weight=len(x))
-                        optimizer.step()
-                        optimizer.zero_grad()
-        return numbers(model)
-
-    def train_alone(steps: int) -> list[float]:
-        model = small_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for first in [*range(0, 52, 8 * steps)] * 2:
-            x, y = rows(52)[first : first + 8 * steps]
-            (model(x) - y).square().sum(1).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return numbers(model)
-
-    wanted = [train_alone(steps) for steps in (1, 3)]
-    for found in world.run(lambda: [train(steps) for steps in (1, 3)]):
-        assert all(map(close, found, wanted))
 
 
 @in_pairs

@@ -11,7 +11,7 @@ import torch
 from support.checkpoint_worlds import Alone
 from support.process_groups import with_gloo
 from support.rank_worlds import Kind, Ranks
-from support.training_models import close, feed, new_job, numbers, rows, small_model
+from support.training_models import close, new_job, numbers, rows, small_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,63 +33,6 @@ def grouped(meeting_place: Path) -> Callable[[Program], list[Any]]:
         return ranks.run_alone(with_gloo(in_a_world, meeting_place.parent))
 
     return run
-
-
-class Whole(nn.Module):
-    """Computes in whole numbers, so that every order of addition gives the same bits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(2, 2).double()
-        self.second = nn.Linear(2, 1, bias=False).double()
-        self.unused = nn.Linear(2, 2).double()
-        with torch.no_grad():
-            for i, p in enumerate(self.parameters()):
-                p.copy_(torch.arange(p.numel(), dtype=torch.float64).view(p.shape) + i)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.second(self.first(x))
-        return result
-
-
-def whole_rows(count: int) -> torch.utils.data.TensorDataset:
-    x = torch.tensor([[i % 3 - 1, i % 5 - 2] for i in range(count)], dtype=torch.float64)
-    return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("steps", [1, 4])
-def test_ddp_gives_the_bits_of_one_rank(
-    grouped: Callable[[Program], list[Any]], alone: Alone, steps: int, weighted: bool
-) -> None:
-    def program() -> tuple[bool, list[float], list[bool]]:
-        ranks = syncprims.get_world_size()
-        job = new_job(steps, ddp={"find_unused_parameters": True})
-        model: nn.Module = Whole()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=2.0**-9)
-        # Nine micro-batches of the world: windows of four, four and one.
-        loader = feed(whole_rows(36), batch_size=4 // ranks)
-        model, optimizer, loader = job.prepare(model, optimizer, loader)
-        synced = []
-        for x, y in loader:
-            with job.accumulate(model):
-                error = (model(x) - y).square()
-                if weighted:
-                    job.backward(error.sum(), weight=len(x))
-                else:
-                    job.backward(error.mean())
-                synced.append(job.sync_gradients)
-                optimizer.step()
-                optimizer.zero_grad()
-            assert getattr(model, "require_backward_grad_sync", True)
-        return isinstance(model, DistributedDataParallel), numbers(model), synced
-
-    wrapped, wanted, closed = alone(program)
-    assert not wrapped
-    assert closed == [steps == 1 or i in (3, 7, 8) for i in range(9)]
-    moved = [a != b for a, b in zip(wanted, numbers(Whole()), strict=True)]
-    assert moved == [True] * 8 + [False] * 6
-    assert grouped(program) == [(True, wanted, closed)] * 2
 
 
 class _Parts(nn.Module):
