@@ -125,7 +125,9 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
             divide_by_steps=True,
         )
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.preparation = Preparation(self.accumulator, device, device_placement=device_placement)
+        self.preparation: Preparation = Preparation(
+            self.accumulator, device, device_placement=device_placement
+        )
         self.dataloader_config = data
         self._trigger = _Trigger("accelerator")
         self._start_saving(project_dir, project_config)
