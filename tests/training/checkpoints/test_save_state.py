@@ -190,8 +190,8 @@ def test_a_state_of_all_kinds_comes_back_in_type_and_value(tmp_path: Path, alone
     assert alone(program) == []
 
 
-_core = next(name for name in ("numpy._core", "numpy.core") if importlib.util.find_spec(name))
-rational: Any = importlib.import_module(f"{_core}._rational_tests").rational  # a foreign type
+_places = (f"numpy.{core}._rational_tests" for core in ("_core", "core"))  # by its version
+rational: Any = importlib.import_module(next(filter(importlib.util.find_spec, _places))).rational
 
 
 class Percent(np.float64):
