@@ -218,9 +218,9 @@ class _RankProcess:
         self.send(signum)
 
     def send(self, signum: int) -> None:
-        """Signal the rank and the children it started, which share its process group."""
+        """Signal the rank, which decides about its children; SIGKILL is for all of its group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signum)
+            (os.killpg if signum == signal.SIGKILL else os.kill)(self.process.pid, signum)
 
     @property
     def failure(self) -> Failure | None:
@@ -396,7 +396,7 @@ class _Launcher:
                 stdin=None if rank == 0 else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                process_group=0,  # its children get its signals, too
+                process_group=0,  # so that its children can be killed
                 # Not a session of its own: Linux schedules each session as one, and then a rank
                 # that waits cannot yield its processor to another one.
                 preexec_fn=None if late else functools.partial(_prepare, os.getpid()),

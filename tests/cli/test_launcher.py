@@ -474,6 +474,31 @@ def test_a_second_sigterm_of_a_scheduler_loses_no_save(launches: Launches) -> No
         assert launcher.wait(timeout=PATIENCE) == 75
 
 
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 0)])
+def test_children_of_a_rank_live_as_long_as_it_wants(
+    name: str, code: int, launches: Launches
+) -> None:
+    """A signal to the launcher is for the ranks, which may need them for a last save."""
+    source = f"""
+    import multiprocessing, subprocess
+    stop = Trigger("stop")
+    stop.set_on_signal(signal.{name})
+    reads = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    context = multiprocessing.get_context("fork")
+    with context.Pool(1) as pool, subprocess.Popen(reads, stdin=subprocess.PIPE) as child:
+        barrier()
+        print("ready")
+        while not stop.check(): time.sleep(0.01)
+        print("saved", pool.apply(abs, [-3]), child.poll())
+        child.stdin.close()
+    """
+    with launches.start(source) as launcher:
+        await_lines(launcher, "ready")
+        launcher.send_signal(getattr(signal, name))
+        await_lines(launcher, "saved 3 None")
+        assert launcher.wait(timeout=PATIENCE) == code
+
+
 @pytest.mark.parametrize(("then", "code"), [("", 75), ("stop.clear()", 0)])
 def test_a_run_that_one_rank_is_asked_to_stop_is_stopped(
     then: str, code: int, launches: Launches
