@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Sequence
 from types import FrameType
@@ -162,7 +163,8 @@ class Trigger:
         """Make `signum` (by default SIGTERM) set the flag instead of ending this process.
 
         Further signals within 2 seconds are ignored, because a launcher and the system may each
-        send it to every process of a job. A later one has the effect that it had before.
+        send it to every process of a job. A later one has the effect that it had before. So has the
+        first one in a forked child, which is no rank.
 
         The launcher kills a process that does not end in time: torchrun 30 s after SIGTERM, SLURM
         after `KillWait` (30 s), Open MPI a second after it. `grace` says how many seconds yours
@@ -192,20 +194,37 @@ class Trigger:
             )
         previous: Any = signal.getsignal(signum)
         first: list[float] = []  # when the first one came
-        process = os.getpid()
 
         def on_signal(received: int, frame: FrameType | None) -> None:
             now = time.monotonic()
             if first and now - first[0] >= _ONE_SIGNAL:
-                signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+                restore()
                 signal.raise_signal(signum)
             elif not first:
                 first.append(now)
                 if wait is not None:
                     self._deadlines.append(time.time() + wait)
                 self.set(signal_name(received))
-                if received == signal.SIGTERM and os.getpid() == process:  # no worker of a loader
+                if received == signal.SIGTERM:
                     self._tell_launcher()
+
+        def restore() -> None:
+            if signal.getsignal(signum) is on_signal:
+                signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+
+        # A signal that comes to a child at once waits until it has the action of before.
+        masks: dict[int, set[int]] = {}  # of the threads that fork
+
+        def before_fork() -> None:
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signum])
+            masks[threading.get_ident()] = mask
+
+        def after_fork() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop(threading.get_ident()))
+
+        def in_child() -> None:
+            restore()
+            after_fork()
 
         def on_exit() -> None:
             # Python takes the handler away before it has ended, and a process that ends after the
@@ -215,6 +234,10 @@ class Trigger:
 
         signal.signal(signum, on_signal)
         atexit.register(on_exit)
+        if sys.platform != "win32":
+            os.register_at_fork(
+                before=before_fork, after_in_parent=after_fork, after_in_child=in_child
+            )
 
     def _tell_launcher(self) -> None:
         """Leave a note for `syncprims run`, whose exit code says that the run was stopped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from conftest import in_processes, on_every_rank, several
+from support.rank_environment import PATIENCE
 from support.rank_worlds import Ranks, Scripts
 
 import syncprims as sp
@@ -183,6 +185,24 @@ def test_signals_at_one_time_set_it_and_a_later_one_acts() -> None:
                 time.sleep(0.05)
     signal.signal(signal.SIGTERM, before)
     assert seen == (True, [sp.get_world_size() - 1], "SIGTERM")
+
+
+@in_processes
+@on_every_rank
+def test_a_forked_child_ends_by_the_signal_as_before() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stop = sp.Trigger()
+    stop.set_on_signal()
+    codes = set()
+    for _ in range(20):  # also if it comes at once
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(PATIENCE,))
+        child.start()
+        child.terminate()
+        child.join()
+        codes.add(child.exitcode)
+    signal.signal(signal.SIGTERM, before)
+    assert codes == {-signal.SIGTERM}
+    assert not stop.check()
 
 
 @pytest.mark.parametrize("lag", [0, 1])
