@@ -6,6 +6,8 @@ import dataclasses
 import gc
 import itertools
 import random
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 import torch
 from conftest import on_every_rank
 from generated.parts import FORMS, ids_of
+from support.rank_environment import PATIENCE
 from support.rank_worlds import Ranks
 from support.training_models import (
     TRAINED,
@@ -1144,3 +1147,34 @@ def test_what_a_loader_makes_itself_is_not_cut() -> None:
         assert len(loader) == 2
 
     run_world(program, 2)
+
+
+SIGNALLED = """
+import multiprocessing, os, signal
+from torch.utils.data import DataLoader
+from syncprims.training import prepare_data_loader
+if __name__ == "__main__":
+    for persistent in False, True:
+        how = {"persistent_workers": persistent, "multiprocessing_context": START}
+        loader = prepare_data_loader(DataLoader(range(16), 2, num_workers=2, **how))
+        batches = iter(loader)
+        seen = [next(batches), next(batches)]  # of each worker
+        workers = multiprocessing.active_children()
+        for signum in signal.SIGTERM, signal.SIGINT, signal.SIGUSR1:
+            for worker in workers:
+                os.kill(worker.pid, signum)
+        assert len([*seen, *batches]) == 8
+    left = [iter(loader), iter(prepare_data_loader(DataLoader(range(16), 2, num_workers=1)))]
+    print(next(left[0]).tolist(), next(left[1]).tolist())
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
+def test_signals_to_all_processes_leave_a_rank_its_workers(start: str, tmp_path: Path) -> None:
+    """They end with the rank, also if it ends in the middle of an epoch."""
+    script = tmp_path / "script.py"
+    script.write_text(SIGNALLED.replace("START", repr(start)))
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1] [0, 1]\n", "")

@@ -33,6 +33,7 @@ from .batch_shards import (
     with_last,
 )
 from .sampling import EpochSetter, SeedableRandomSampler, samplers
+from .workers import WorkerInit, end_with_rank
 
 T = TypeVar("T")
 
@@ -158,6 +159,12 @@ class PreparedLoader(DataLoader[T]):
         """The function that makes a batch of items."""
         collate = self.loader.collate_fn
         return collate.collate if isinstance(collate, Collate) else collate
+
+    @property
+    def worker_init_fn(self) -> Any:  # type: ignore[override]  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The function that the program calls in each new worker, if there is one."""
+        init = self.loader.worker_init_fn
+        return init.init if isinstance(init, WorkerInit) else init
 
     @property
     def total_dataset_length(self) -> int:
@@ -371,9 +378,12 @@ class PreparedLoader(DataLoader[T]):
             if seed is not None:
                 shard.seed, shard.batches = seed, sampling.copy_sampler(shard.batch_sampler)
                 sampling.seed_generators(shard.batches, seed, epoch)
-                by_batch = loader.worker_init_fn is None and _iterates_as_torch(loader)
+                by_batch = self.worker_init_fn is None and _iterates_as_torch(loader)
                 shard.worker_rank = self._plan.rank if by_batch and loader.num_workers else None
-        return iter(loader)
+        iterator = iter(loader)
+        if loader.num_workers:
+            end_with_rank(iterator)
+        return iterator
 
     def _begin_stream(self, collate: Collate, start: int) -> None:
         """Say how many items each batch takes, and into how many parts it is cut."""
@@ -614,6 +624,8 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan, seed: int | None = None) ->
     mine = copy.copy(loader)  # of the same class, whose constructor may take other arguments
     own = vars(mine)  # torch refuses to set these attributes
     own["_iterator"] = None  # workers that persist stay those of `loader`
+    if loader.num_workers:
+        own["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
     if _is_stream(loader):
         if loader.batch_size is not None and _iterates_as_torch(loader):
             batches = StreamBatches(loader.batch_sampler)
