@@ -5,9 +5,10 @@ Children of multiprocessing are special: they catch what they raise, and skip bo
 3.12 they run finalizers while the exception is still on its way; from 3.13 on they run them after
 they have printed it, so the printing is watched instead.
 
-Before atexit, Python joins the threads, for as long as they take. Nothing is left by then of a
-``sys.exit(3)``, so the function notes its status. The program failed by it if its outermost frame
-did not return.
+After the script, Python joins threads and processes and calls atexit functions, for as long as they
+take. So a failing ``sys.exit`` is reported before that, and otherwise a thread says what keeps the
+process. Nothing is left by then of a ``sys.exit(3)``, so the function notes its status. The program
+failed by it if its outermost frame did not return.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any, NoReturn
 
 from syncprims._protocol.call_site import users_part
 from syncprims.errors import TORN, Failure, SyncError
+
+_LOOK_AGAIN = 0.2  # seconds
 
 
 def reason(error: BaseException | None) -> BaseException | None:
@@ -45,34 +48,54 @@ def _at_a_prompt() -> bool:
     return any(frame.f_globals.get("__name__") == "code" for frame, _ in stack)
 
 
-def _outermost_frame() -> FrameType:
-    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+def _outermost_frame(frame: FrameType | None = None) -> FrameType:
+    frame = frame or sys._getframe()  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
+def _what_keeps() -> str:
+    """Return what this process waits for, or does, after its script has ended."""
+    main = threading.main_thread()
+    for one in threading.enumerate():
+        if one is not main and not one.daemon:
+            return f"it waits for thread {one.name[:200]!r}"
+    frame = sys._current_frames().get(main.ident or 0)  # pyright: ignore[reportPrivateUsage]
+    if frame is None:
+        return ""
+    code, module = _outermost_frame(frame).f_code, _outermost_frame(frame).f_globals["__name__"]
+    if module == "threading":
+        return ""  # atexit functions are yet to come
+    if module != "multiprocessing.util":
+        path = code.co_filename.rpartition("/")[2]
+        return f"it is in atexit {code.co_qualname} ({path}:{code.co_firstlineno})"
+    children = getattr(sys.modules["multiprocessing.process"], "_children", ())
+    pids = ", ".join(str(child.pid) for child in sorted(children, key=lambda child: child.pid))
+    return f"it waits for process {pids}" if pids else "it waits until its Queue has been read"
+
+
 class ExitHooks:
     """Calls `on_end` with the exception (or None) that ends the process, `on_fork` in children.
 
-    It calls `on_threads` with the name of a thread if the main thread ends well, and that runs on.
+    It calls `on_delay` with what keeps the process if its script has ended well, and it does not.
     """
 
     def __init__(
         self,
         on_end: Callable[[BaseException | None], None],
         on_fork: Callable[[], None],
-        on_threads: Callable[[str], None],
+        on_delay: Callable[[str], None],
     ) -> None:
         self._on_end = on_end
-        self._on_threads = on_threads
+        self._on_delay = on_delay
         self._on_fork = on_fork
         self._hook: Callable[..., Any] | None = None  # our excepthook
         self._before = sys.excepthook  # the one that was there before
         self._exit_hook: Callable[..., NoReturn] | None = None  # our sys.exit
         self._exit_before = sys.exit
         self._exit_call: tuple[Any, FrameType] | None = None  # its status, and the program's frame
-        self._watches_threads = False
+        self._ended = threading.Event()
         self._last_value: BaseException | None = None  # what Python kept before
         self._watches_forks = False
         self._brief = False
@@ -87,6 +110,7 @@ class ExitHooks:
         launcher reports it.
         """
         self._brief = brief
+        self._ended.clear()
         self.remove()
         # One hook per call, each with its own predecessor: the last one may have been wrapped.
         self._before = sys.excepthook
@@ -97,7 +121,10 @@ class ExitHooks:
         if self._process != os.getpid():
             self._process = os.getpid()
             atexit.register(self._exit)
-            self._watch_threads()
+            # Python calls this first. What is registered with it may wait, as executors do.
+            with contextlib.suppress(AttributeError):
+                shutdown = functools.partial(self._after_script, threading._shutdown)  # type: ignore[attr-defined]
+                threading._shutdown = shutdown  # type: ignore[attr-defined]
             process = sys.modules.get("multiprocessing.process")
             if process is not None and process.parent_process() is not None:
                 self._watch_child_of_multiprocessing()
@@ -139,26 +166,23 @@ class ExitHooks:
     def _note_exit(self, exit_: Callable[[Any], NoReturn], status: object = None, /) -> NoReturn:
         if self._exit_hook is not None and threading.current_thread() is threading.main_thread():
             self._exit_call = status, _outermost_frame()
-            if not self._watches_threads:
-                # Again: the last one runs first, and those of executors wait.
-                self._watches_threads = True
-                self._watch_threads()
         exit_(status)
 
-    def _watch_threads(self) -> None:
-        with contextlib.suppress(RuntimeError, AttributeError):  # Python is ending already
-            threading._register_atexit(self._before_threads)  # type: ignore[attr-defined]
-
-    def _before_threads(self) -> None:
-        """Report a failing ``sys.exit`` of the main thread, or its end, if others still run."""
-        main = threading.main_thread()
-        others = [one.name for one in threading.enumerate() if one is not main and not one.daemon]
-        if not others:
-            return
+    def _after_script(self, join_threads: Callable[[], None]) -> None:
+        """Report a failing ``sys.exit``; else have a thread say what keeps the process."""
         if (error := self._exit_error()) is not None:
             self._on_end(error)
-        else:
-            self._on_threads(others[0])
+        elif not self._ended.is_set():
+            with contextlib.suppress(RuntimeError):  # no thread can be started any more
+                threading.Thread(target=self._tell_delay, name="syncprims-end", daemon=True).start()
+        join_threads()
+
+    def _tell_delay(self) -> None:
+        told = ""
+        while not self._ended.wait(_LOOK_AGAIN):
+            with contextlib.suppress(Exception):  # the process ends meanwhile
+                if (now := _what_keeps()) not in ("", told):
+                    self._on_delay(told := now)
 
     def _exit_error(self) -> BaseException | None:
         status, frame = self._exit_call or (None, None)
@@ -170,6 +194,7 @@ class ExitHooks:
         return None if last.startswith("RETURN") else reason(SystemExit(status))
 
     def _exit(self) -> None:
+        self._ended.set()
         error = sys.exc_info()[1]
         last = getattr(sys, "last_value", None)
         if error is None and sys.excepthook is not self._hook and last is not self._last_value:

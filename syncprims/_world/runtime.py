@@ -652,13 +652,13 @@ def _end_process(error: BaseException | None) -> None:
     _end(_state, error)
 
 
-def _outlive_main_thread(thread: str) -> None:
-    """Publish why this rank makes no call any more, unless `thread` makes one."""
+def _outlive_script(why: str) -> None:
+    """Publish why this rank makes no call any more, unless a thread or atexit function does."""
     if world := _state.running:
-        world.publish_activity(f"its main thread has ended; thread {thread[:200]!r} still runs")
+        world.publish_activity(f"its script has ended; {why}")
 
 
-_exit_hooks = ExitHooks(_end_process, _on_fork, _outlive_main_thread)
+_exit_hooks = ExitHooks(_end_process, _on_fork, _outlive_script)
 
 
 def _record_early_end(process: int) -> None:

@@ -48,7 +48,7 @@ ENDINGS = {
         ["ValueError: bad shard", "raise ValueError('bad shard')"],
     ),
     "an exit code": ("sys.exit(3)", "PeerFailed", ["SystemExit: 3"]),
-    "an exit message": ("sys.exit('no config')", "PeerFailed", ["SystemExit: 1"]),
+    "an exit message": ("sys.exit('no config')", "PeerFailed", ["SystemExit: no config"]),
     "an interrupt": ("raise KeyboardInterrupt", "PeerFailed", ["KeyboardInterrupt"]),
     "exit code 0": ("sys.exit(0)", "PeerLost", ["rank 1 finished without a call"]),
     "exit without a code": ("raise SystemExit", "PeerLost", ["rank 1 finished without a call"]),
@@ -92,11 +92,13 @@ def test_a_nonzero_exit_is_named_where_seats_and_ranks_differ(meeting_place: Pat
     assert [outcomes[rank] for rank in (0, 1, 3)] == ["SystemExit: 3"] * 3
 
 
-#: How a main thread ends while another thread waits for the file that rank 0 makes.
+#: How a script ends while something that keeps the process waits for the file that rank 0 makes.
 BESIDE_A_THREAD = {
     "an exception": ("raise ValueError('bad shard')", "PeerFailed", "ValueError: bad shard"),
     "an exit code": ("sys.exit(3)", "PeerFailed", "SystemExit: 3"),
     "an exit code beside an executor": ("sys.exit(3)", "PeerFailed", "SystemExit: 3"),
+    "an exit code beside a process": ("sys.exit(3)", "PeerFailed", "SystemExit: 3"),
+    "an exit code before an atexit function": ("sys.exit(3)", "PeerFailed", "SystemExit: 3"),
     "an exit message": ("sys.exit('no config')", "PeerFailed", "SystemExit: no config"),
     "past a finally": ("try: sys.exit(3)\n    finally: print()", "PeerFailed", "SystemExit: 3"),
     "a caught exit": ("with contextlib.suppress(SystemExit): sys.exit(3)", "", "together"),
@@ -105,12 +107,16 @@ BESIDE_A_THREAD = {
 
 
 @pytest.mark.parametrize("how", BESIDE_A_THREAD)
-def test_a_failure_is_told_while_a_thread_runs_on(scripts: Scripts, how: str) -> None:
+def test_a_failure_is_told_before_the_process_ends(scripts: Scripts, how: str) -> None:
     """The thread makes the call in place of the main thread where that has not failed."""
     ending, error, words = BESIDE_A_THREAD[how]
     start = "threading.Thread(target=work).start()"
     if "executor" in how:
         start = "concurrent.futures.ThreadPoolExecutor().submit(work)"
+    elif "process" in how:
+        start = "multiprocessing.get_context('fork').Process(target=work).start()"
+    elif "atexit" in how:
+        start = "atexit.register(work)"
     ended = scripts.run(
         f"""
 import contextlib, threading
@@ -121,7 +127,7 @@ def work():
     if not {error!r}:
         barrier("load")
 if rank == 1:
-    import concurrent.futures
+    import atexit, concurrent.futures, multiprocessing
     {start}
     {ending}
 else:
@@ -140,16 +146,36 @@ else:
         assert words in ended[rank].out
 
 
+#: What keeps a rank whose script has ended, until the others make a file, and how it is named.
+KEEPERS = {
+    "a thread": ("threading.Thread(target=work, name='uploader').start()", "thread 'uploader'"),
+    "a process": ("context.Process(target=work).start()", "process "),
+    "a pool": ("futures.ProcessPoolExecutor(1, context).submit(work)", "thread "),
+    "a queue": (
+        (
+            "queue = context.Queue(); queue.put(bytes(1 << 22)); "
+            "threading.Thread(target=lambda: (work(), queue.get()), daemon=True).start()"
+        ),
+        "it waits until its Queue has been read",
+    ),
+    "an atexit function": ("atexit.register(work)", "it is in atexit work (script.py:"),
+}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_main_thread_that_has_ended_is_named(scripts: Scripts) -> None:
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_what_keeps_a_rank_whose_script_has_ended_is_named(scripts: Scripts, keeper: str) -> None:
+    start, words = KEEPERS[keeper]
     ended = scripts.run(
-        """
-        import logging, threading, syncprims.who
+        f"""
+        import atexit, logging, multiprocessing, threading, syncprims.who
+        import concurrent.futures as futures
+        context = multiprocessing.get_context("fork")
         init()
         class Handler(logging.Handler):
             def emit(self, record):
                 text = record.getMessage()
-                if "main thread" in text and text.startswith("still waiting for ranks [1] "):
+                if {words!r} in text and text.startswith("still waiting for ranks [1] "):
                     print(text, flush=True)
                     report = syncprims.who.who(os.environ["SYNCPRIMS_RUN_ID"], stuck_after=0)[0]
                     print("who:", *report.finding.text.splitlines())
@@ -158,17 +184,21 @@ def test_a_main_thread_that_has_ended_is_named(scripts: Scripts) -> None:
         def work():
             while not os.path.exists("go"):
                 time.sleep(0.001)
-            barrier("load")
+            if {keeper!r} == "a thread":
+                barrier("load")
         if rank == 1:
-            threading.Thread(target=work, name="uploader").start()
+            {start}
             raise SystemExit(0)
-        barrier("load")
+        try:
+            barrier("load")
+        except PeerLost:
+            assert {keeper!r} != "a thread"
         """,
         SYNCPRIMS_WARN_AFTER="0.1",
     )
     assert [one.code for one in ended] == [0, 0, 0], [one.err for one in ended]
     told = (ended[0].out + ended[2].out).splitlines()
-    told = [line for line in told if "its main thread has ended; thread 'uploader' still" in line]
+    told = [line for line in told if "its script has ended; it" in line and words in line]
     assert any(line.startswith("still waiting for ranks [1]") for line in told)
     assert any(line.startswith("who: ") for line in told), ended
 
