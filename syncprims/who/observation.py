@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from syncprims._system.processes import find_descendants
 from syncprims._world.runtime import get_settings
@@ -45,14 +45,19 @@ _MOVES = 0.05  # of a processor: threads that carry data use more
 _STACKS_EVERY = 2.0  # seconds between two readings of Python stacks
 
 
+#: What a rank does, or how it has ended; elsewhere: it is on another host.
+RankState = Literal[
+    "absent", "joining", "running", "waiting", "stopped", "uninterruptible",
+    "finished", "failed", "lost", "elsewhere",
+]  # fmt: skip
+
+
 class RankReport(NamedTuple):
     """What one rank does."""
 
     rank: int
     pid: int | None  #: as this process sees it; None if it does not
-    #: absent, joining, running, waiting, stopped, uninterruptible, finished, failed, lost; or
-    #: elsewhere: on another host
-    state: str
+    state: RankState
     call: str | None  #: the call that it is in or, if it runs, was seen in last
     name: str | None  #: of that call
     site: str | None  #: the ``file:line`` of that call
@@ -371,10 +376,11 @@ def _report_rank(
     earlier = before.samples.get(rank, ProcessSample())
     sample = now.samples.get(rank, ProcessSample())
     used = processes.share(earlier, sample)
-    state: str = view.states[rank].state if rank in view.states else "elsewhere"
-    if state == "unknown":
+    known = view.states[rank].state if rank in view.states else None
+    state: RankState = "elsewhere"
+    if known == "unknown":
         state = "absent"
-    elif state == "alive":
+    elif known == "alive":
         if sample.state in "Tt":
             state = "stopped"
         elif not any(
@@ -387,6 +393,8 @@ def _report_rank(
             state = "waiting"
         else:
             state = "uninterruptible" if sample.state == "D" == earlier.state else "running"
+    elif known is not None:
+        state = known
     doing = ""
     if rank in view.hosts and (state == "elsewhere" or rank in view.others):
         doing = f"on host {view.hosts[rank]}"

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ROOT
 from support.rank_environment import PATIENCE, clean_environ, free_port, run_python
 from support.rank_worlds import CLOSING
 
 from syncprims.cli import COMMANDS, main, parser
-from syncprims.cli.options import OPTIONS, flag_of
 
 TELL = """
 import os, sys
@@ -145,14 +143,6 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         said = capsys.readouterr().out
         assert said.startswith(f"usage: syncprims {name}")
         assert "exit code" in said
-
-
-def test_the_page_has_every_command_and_flag() -> None:
-    page = (ROOT / "docs" / "command-line.md").read_text()
-    for name in NAMES:
-        assert f"## {name}\n" in page
-    for key in OPTIONS:
-        assert any(name in page for name in (flag_of(key), f"`{key}`", f"--{key}")), key
 
 
 def test_devices_that_are_not_there_are_told(tmp_path: Path, clean: dict[str, str]) -> None:

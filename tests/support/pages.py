@@ -43,6 +43,19 @@ class Block(NamedTuple):
         return self.marks.get("file")
 
 
+class Table(NamedTuple):
+    """A table of a page."""
+
+    page: Path
+    heading: str  #: of the section that it is in
+    columns: list[str]
+    rows: list[list[str]]
+
+    def column(self, number: int = 0) -> list[str]:
+        """Return the cells of a column, without its head."""
+        return [row[number] for row in self.rows]
+
+
 class Command(NamedTuple):
     """A command of a console block, with the output that the page shows."""
 
@@ -82,6 +95,33 @@ def blocks(page: Path) -> list[Block]:
         else:
             marks[match[1]] = match[2].strip()
     return found
+
+
+def tables(page: Path) -> list[Table]:
+    """Return the tables of a page in order."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found: list[Table] = []
+    heading, before = "", ""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif re.fullmatch(r"\|[-:| ]+\|", line):
+            found.append(Table(page, heading, _cells(before), []))
+        elif line.startswith("|") and before.startswith("|"):
+            found[-1].rows.append(_cells(line))
+        before = line
+    return found
+
+
+def _cells(row: str) -> list[str]:
+    """Return the texts between the bars of a row; an escaped bar is none."""
+    parts = re.split(r"(?<!\\)\|", row.strip().strip("|"))
+    return [part.replace("\\|", "|").strip() for part in parts]
+
+
+def spans(text: str) -> list[str]:
+    """Return what a text shows as code."""
+    return re.findall(r"`([^`\n]+)`", text)
 
 
 def write_files(page: Path, folder: Path, until: int = sys.maxsize) -> None:
