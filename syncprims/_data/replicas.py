@@ -89,7 +89,7 @@ def difference(digests: Mapping[int, Digests], when: str) -> RankMismatch | None
 
     It is about the lowest rank that is not with the most.
     """
-    lines: list[str] = []
+    found: dict[str, list[str]] = {}  # by which ranks agree: the tensors
     first: list[list[int]] = []  # the ranks that agree about the first tensor, the most first
     for name in dict.fromkeys(name for of_rank in digests.values() for name in of_rank):
         alike: dict[int | None, list[int]] = {}
@@ -104,13 +104,17 @@ def difference(digests: Mapping[int, Digests], when: str) -> RankMismatch | None
                     f"ranks {ranks} agree" if len(ranks) > 1 else f"rank {ranks[0]} differs"
                     for ranks in groups
                 )
-            lines.append(f"  {name}: {shown}")
-    if not lines:
+            found.setdefault(shown, []).append(name)
+    if not found:
         return None
-    more = f"\n  and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else ""
-    text = "\n".join(lines[:_SHOWN])
+    text = "\n".join(
+        f"  {', '.join(names[:_SHOWN])}"
+        + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
+        + f": {shown}"
+        for shown, names in found.items()
+    )
     return RankMismatch(
-        f"replicas differ between ranks {when}, first here:\n{text}{more}\n"
+        f"replicas differ between ranks {when}, first here:\n{text}\n"
         f"Only gradients are averaged. Look for other initial values, a no_sync(), a step or a "
         f"frozen parameter that not all ranks have, a forward pass past DDP, or buffers that no "
         f"one makes equal.",
