@@ -86,7 +86,8 @@ def test_the_ranks_that_agree_are_named() -> None:
 
 def test_buffers_that_nobody_makes_equal_are_named() -> None:
     program = in_group(lambda: train(through, make(broadcast_buffers=False)))
-    with pytest.raises(sp.RankMismatch, match=r"after step 1.*\n  buffer '1.running_mean', buffer '1.running_var': no two"):
+    both = r"after step 1.*\n  buffer '1.running_mean', buffer '1.running_var': no two"
+    with pytest.raises(sp.RankMismatch, match=both):
         run_world(program, 2, replicas=True)
 
 

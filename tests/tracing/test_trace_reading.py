@@ -339,7 +339,9 @@ def test_the_picture_shows_the_straggler(ranks: int, tmp_path: Path, plant: Plan
     done = command(run.directory, "--png", path)
     assert done.returncode == 0
     assert f"{path}: the timeline" in done.stdout
-    image = imread(path)[:, :, :3]
+    image = imread(path)
+    assert not image[:3, :, 3].any()  # on a dark page, no white box
+    image = image[:, :, :3]
 
     def pixels(colour: str) -> Any:
         near = np.abs(image - np.array(to_rgb(colour))).max(axis=2) < 0.02
