@@ -27,7 +27,7 @@ from support.rank_environment import clean_environ
 from syncprims.testing import run_world
 
 #: Programs that are really run; of the others it is checked that what they name is there.
-RUN = {"syncprims", "python", "pytest", "torchrun", "bash"}
+RUN = {"syncprims", "python", "pytest", "torchrun", "bash", "printf"}
 CHECKED = {"pip", "make", "sbatch"}
 
 LANGUAGES = {"python", "console", "text", "toml", "yaml", "bash", "json", "diff"}

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from support import ROOT
+from support.pages import blocks
 from support.rank_environment import PATIENCE, clean_environ, is_installed, run_python
 
 EXAMPLES = ROOT / "examples"
@@ -101,6 +102,33 @@ def test_a_training_that_is_preempted_and_then_fails_goes_on_bit_for_bit(
     sums = [re.findall(r"add up to (\S+)", done.stdout) for done in (more, whole)]
     assert sums[0] == sums[1]
     assert len(sums[0]) == 1
+
+
+def test_a_whole_training_goes_on_after_any_step_as_if_it_was_never_stopped(tmp_path: Path) -> None:
+    def part(folder: str, *options: object) -> str:
+        script = [EXAMPLES / "whole_training.py", "--directory", tmp_path / folder]
+        return run(*RUN, 2, *script, "--epochs", 3, *options)
+
+    whole = part("whole")
+    assert re.findall(r"epoch +(\d): loss", whole) == ["0", "1", "2"]
+    assert "stopped after step 19" in part("parts", "--stop-at", 19)  # in the last batch
+    assert "continues after step 19" in part("parts", "--stop-at", 30)
+    rest = part("parts")
+    assert "continues after step 30" in rest
+    assert re.findall(r"epoch +(\d): loss", rest) == ["1", "2"]
+    for name in ("epochs.csv", "best/model.safetensors"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
+    more = part("parts", "--epochs", 4, "--patience", 0)
+    assert "no better for 0 epochs" in more
+    assert "epoch" not in more.replace("epochs", "")
+
+
+def test_the_page_of_the_whole_training_shows_its_script() -> None:
+    script = (EXAMPLES / "whole_training.py").read_text()
+    shown = [b for b in blocks(ROOT / "docs/how-to/whole-training.md") if b.language == "python"]
+    assert len(shown) == 2
+    for block in shown:
+        assert re.sub(r"(?m)^ +", "", block.code) in re.sub(r"(?m)^ +", "", script)
 
 
 def result(out: str) -> dict[str, Any]:
