@@ -220,6 +220,11 @@ def test_other_blocks_are_whole(page: Path) -> None:
             assert done.returncode == 0, f"{name(page)}:{block.line}: {done.stderr}"
 
 
+def test_the_pages_stay_short() -> None:
+    prose = (re.sub(r"```.*?```|<!--.*?-->", "", p.read_text(), flags=re.DOTALL) for p in PAGES)
+    assert sum(len(text.split()) for text in prose) < 34_000, "merge pages, or cut elsewhere"
+
+
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
