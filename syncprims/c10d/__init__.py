@@ -11,6 +11,8 @@ A call that differs between ranks, a rank that does not come and one that dies r
 
 from __future__ import annotations
 
+import torch as torch  # first: it may call `register`, which imports modules of this package
+
 from _syncprims_c10d import register
 
 from .group_world import open_default_group

@@ -70,6 +70,12 @@ def test_under_torchrun(program: Path) -> None:
 
 
 @needs_entry_point
+def test_a_served_script_may_import_this_library_before_torch() -> None:
+    done = run_python("-c", "import syncprims.c10d", SYNCPRIMS_SERVE_TORCH="1")
+    assert done.returncode == 0, done.stderr
+
+
+@needs_entry_point
 def test_torch_imports_nothing_of_the_library() -> None:
     source = """
 import sys, time
