@@ -233,15 +233,15 @@ class SyncProcessGroup(ProcessGroup):
     def _seconds(self, timeout: timedelta) -> float | None:
         """Return a timeout of torch in seconds; None if it says nothing.
 
-        In the world of a test, waits that can never end are found without it: there the defaults of
-        torch say nothing, either. In a suite's process they do: a rank may wait for one that
-        waits for its launcher.
+        The user's setting replaces the defaults of torch. In the world of a test these say nothing,
+        as waits that can never end are found without them. In a suite's process they do: a rank may
+        wait for one that waits for its launcher.
         """
-        seconds = timeout.total_seconds()
-        certain = self._rounds.board.observed and not Board.observed
-        if seconds <= 0 or (certain and timeout in internals.default_timeouts()):
-            return None
-        return seconds
+        seconds, rounds = timeout.total_seconds(), self._rounds
+        if seconds > 0 and timeout in internals.default_timeouts():
+            certain = rounds.board.observed and not Board.observed
+            return rounds.settings.timeout or (None if certain else seconds)
+        return seconds if seconds > 0 else None
 
     def _limit(self, timeout: timedelta | None) -> float | None:
         """Return the timeout of one call, by default that of the group."""

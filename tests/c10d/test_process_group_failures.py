@@ -185,9 +185,20 @@ def test_a_rank_that_ends_or_does_not_come(world: Ranks) -> None:
             sp.barrier("until then, the other rank lives")
         return text
 
-    text = world.run(comes_late)[0]
-    assert "barrier" in text
-    assert "ranks [1] did not come" in text
+    def comes_late_by_the_setting() -> str | None:
+        text = None
+        with process_group():
+            if sp.get_rank() == 0:
+                with pytest.raises(sp.SyncTimeout) as raised:
+                    dist.barrier()
+                text = str(raised.value)
+            sp.barrier("until then, the other rank lives", timeout=100)
+        return text
+
+    texts = world.run(comes_late), world.run(comes_late_by_the_setting, SYNCPRIMS_TIMEOUT="0.3")
+    for text in (of_ranks[0] for of_ranks in texts):
+        assert "barrier" in text
+        assert "ranks [1] did not come" in text
 
 
 @several(2)
