@@ -42,9 +42,10 @@ def users_part(trace: TracebackType | None, between: tuple[str, ...] = ()) -> Tr
 
 def _is_users(frame: FrameType, not_users: tuple[str, ...]) -> bool:
     """Return whether this is a frame of the user's program, or of a library's program or test."""
-    if not frame.f_code.co_filename.startswith(not_users):
+    module = frame.f_globals.get("__name__") or ""
+    if not (frame.f_code.co_filename.startswith(not_users) or module.startswith(not_users)):
         return True
-    module = frame.f_globals.get("__name__") or ""  # `python -m library.program`, `library.testing`
+    # `python -m library.program`, `library.testing`
     return module == "__main__" or (".test" in module and not module.startswith("syncprims."))
 
 

@@ -51,12 +51,15 @@ _FRAMEWORKS = (
     "ignite", "torchmetrics", "deepspeed", "trl",
 )  # fmt: skip
 #: Frames of these stand between the user's line and a collective: torch, the frameworks that are
-#: installed beside it, and what marks functions of torch as deprecated.
+#: installed beside it, what marks functions of torch as deprecated, and what torch compiles to
+#: (modules of `torch._inductor`, wherever their files are), whose names differ between ranks.
 BETWEEN = (
     *(f"{_PACKAGES / name}{os.sep}" for name in _FRAMEWORKS),
     str(_PACKAGES / "typing_extensions.py"),
     str(_STANDARD / "warnings.py"),
     str(_STANDARD / "_py_warnings.py"),
+    "<eval_with_key>",
+    "torch._inductor.",
 )
 
 #: Methods of a process group that have several names: torch's C++ code calls the new ones from 2.12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import signal
@@ -52,6 +53,28 @@ def test_calls_that_differ(world: Ranks, program: Callable[[int], None]) -> None
             (line,) = [one for one in str(error).splitlines() if one.startswith(f"  rank {rank}: ")]
             assert shown in line
             assert f"{Path(__file__).name}:" in line
+
+
+@several(2)
+def test_code_that_torch_has_made_is_on_no_line(world: Ranks) -> None:
+    """Its names differ between ranks, and say nothing to the user."""
+
+    def call(path: str, reduced: Callable[..., None]) -> None:
+        made = {"__name__": "torch._inductor.runtime.compile_tasks.c", "reduced": reduced}
+        exec(compile("reduced()", path, "exec"), made)
+
+    def run() -> str:
+        rank = sp.get_rank()
+        paths = f"/cache/{rank}.py", f"<eval_with_key>.{rank}"
+        with process_group():
+            for path in paths:
+                call(path, functools.partial(dist.all_reduce, torch.ones(1)))
+            with pytest.raises(sp.CollectiveMismatch) as caught:
+                call(paths[rank], functools.partial(dist.all_reduce, torch.ones(1 + rank)))
+        return str(caught.value)
+
+    for said in world.run(run, SYNCPRIMS_STRICT="1"):
+        assert said.count(f"{Path(__file__).name}:") == 2, said
 
 
 @several(2)
