@@ -135,6 +135,7 @@ class SyncProcessGroup(ProcessGroup):
         board = self._rounds.board.name
         self._point_to_point = PointToPoint(world, board, ranks, options.group_rank)
         self._left = False
+        self.pickling_error: Exception | None = None  #: of what the next call would send
         self._timeout: float | None = None
         self.set_timeout(options.timeout)
 
@@ -271,13 +272,19 @@ class SyncProcessGroup(ProcessGroup):
         known = root is None or 0 <= root < len(self._ranks)
         src = self._ranks[root] if root is not None and known else None
         note = self._rounds.note(kind, what, src, op)
+        error, self.pickling_error = self.pickling_error, None
+        if error is not None:
+            self._fail(note, error)
         if not known:
             self._refuse(note, f"root {root} is not a rank of a group of {len(self._ranks)} ranks")
         return note
 
     def _refuse(self, note: Note, why: str) -> NoReturn:
         """Raise that a call of this rank is impossible; the others get a `PeerFailed`."""
-        error = InvalidCall(f"{note.label}: {why}")
+        self._fail(note, InvalidCall(f"{note.label}: {why}"))
+
+    def _fail(self, note: Note, error: Exception) -> NoReturn:
+        """Raise `error`, with which this rank has failed; the others get a `PeerFailed`."""
         self._rounds.fail(note.label, error)
         raise error
 

@@ -14,6 +14,7 @@ import functools
 import itertools
 import os
 import threading
+import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
@@ -103,7 +104,32 @@ def adapt_torch(cls: type[Any]) -> None:
     """
     _call_instead("_shutdown_backend", cls, cls.shutdown)
     _call_instead("_maybe_attach_flight_recorder", cls, lambda group: None)
+    _keep_pickling_errors(cls)
     _accept_timeouts()
+
+
+def _keep_pickling_errors(cls: type[Any]) -> None:
+    """Let the first collective of a call whose object cannot be pickled tell the other ranks why.
+
+    `_object_to_tensor` would raise before it (2.1 and newer): the other ranks would meet the next
+    call of this one. A send meets the next send of this rank in any case.
+    """
+    module = c10d()
+    original = getattr(module, "_object_to_tensor", None)
+    if original is None:
+        return
+
+    def convert(obj: object, device: object, group: Any = None) -> Any:
+        try:
+            return original(obj, device, group)
+        except Exception as error:
+            served = group or dist.group.WORLD
+            if not isinstance(served, cls) or is_called_by("send_object_list"):
+                raise
+            served.pickling_error = error
+            return torch.empty(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+
+    module._object_to_tensor = convert
 
 
 def _accept_timeouts() -> None:
@@ -179,6 +205,14 @@ def reduction_of(given: object) -> str:
     if name is None:
         raise ValueError(f"the c10d backend {NAME!r} cannot reduce with {given}")
     return name
+
+
+def is_called_by(function: str) -> bool:
+    """Return whether this runs in a function of torch with this name."""
+    return any(
+        frame.f_code.co_qualname == function and frame.f_globals["__name__"].startswith("torch.")
+        for frame, _ in traceback.walk_stack(None)
+    )
 
 
 def needs_dispatcher(args: Sequence[Any]) -> bool:

@@ -6,8 +6,10 @@ import functools
 import os
 import pickle
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +77,39 @@ def test_code_that_torch_has_made_is_on_no_line(world: Ranks) -> None:
 
     for said in world.run(run, SYNCPRIMS_STRICT="1"):
         assert said.count(f"{Path(__file__).name}:") == 2, said
+
+
+UNPICKLABLE = threading.Lock()
+OBJECTS: list[Callable[[Any], object]] = [
+    lambda own: dist.all_gather_object([None] * 2, own),
+    lambda own: dist.gather_object(own, None if sp.get_rank() else [None] * 2, dst=0),
+    lambda own: dist.broadcast_object_list([1, own], src=1),
+    lambda own: dist.scatter_object_list([None], [own] * 2, src=1),
+    lambda own: dist.all_gather_object([None] * 2, own, group=dist.new_group([0, 1])),
+]
+
+
+@several(2)
+def test_an_object_that_one_rank_cannot_pickle(world: Ranks) -> None:
+    def run() -> None:
+        with process_group():
+            for call in OBJECTS:
+                if sp.get_rank():
+                    with pytest.raises(TypeError, match="cannot pickle"):
+                        call(UNPICKLABLE)
+                else:
+                    text = rf"rank 1 failed in .*{Path(__file__).name}:\d+\): TypeError: cannot"
+                    with pytest.raises(sp.PeerFailed, match=text):
+                        call("an object")
+                dist.barrier()  # all have raised it, and are in step
+            with pytest.raises(TypeError, match="cannot pickle"):
+                dist.all_gather_object([None] * 2, UNPICKLABLE)
+            if sp.get_rank():  # this one meets nobody
+                with pytest.raises(TypeError, match="cannot pickle"):
+                    dist.send_object_list([UNPICKLABLE], 0)
+            dist.barrier()
+
+    world.run(run)
 
 
 @several(2)
