@@ -65,7 +65,7 @@ class Settings(NamedTuple):
     directory: str | None = None  #: where the ranks of one host meet, if the user says so
     runtime_directory: str | None = None  #: the system's directory for runtime files, if any
     pickle: bool = True  #: may objects without a safe encoding travel as pickles
-    strict: bool = False  #: all ranks must make a call that has no name from the same line
+    strict: bool = False  #: all ranks must make a call without a user's name from the same line
     store: tuple[str, int] | None = None  #: host and port of the rendezvous store
     agent_store: bool = False  #: torchrun's agent serves it, so that no rank has to
     heartbeat: float = 10.0  #: a host without a sign of life for so long counts as lost
@@ -102,9 +102,9 @@ class Label:
 
     `kind` (the call), `name`, `src` and `op` must agree in a round. `site`, the ``file:line`` of
     the call, is shown and no part of equality: `barrier()` in two branches of an `if` is one
-    barrier. Only ``SYNCPRIMS_STRICT=1`` compares the sites of calls that have no name. `data` is no
-    part of equality, either: it describes what this rank brings to the call, if that is not in the
-    payload.
+    barrier. Only ``SYNCPRIMS_STRICT=1`` compares the sites of calls that the user has not named.
+    `data` is no part of equality, either: it describes what this rank brings to the call, if that
+    is not in the payload.
     """
 
     __slots__ = ("_encoded", "data", "kind", "name", "op", "site", "src")

@@ -14,8 +14,8 @@ CURE_MISMATCH = (
 )
 _CURE_SITES = (
     "The calls are alike, have no name, and are on different lines: SYNCPRIMS_STRICT=1 refuses "
-    "that. If they belong together, give them one name=. Otherwise give each its own, and make "
-    "them in the same order."
+    "that. If they belong together, put them on one line, or give them one name= (a call of "
+    "torch.distributed takes none). Otherwise make them in the same order on all ranks."
 )
 
 
@@ -35,11 +35,11 @@ def mismatch_error(
 def compare_sites(rank: int, number: int, labels: dict[int, Label]) -> CollectiveMismatch | None:
     """Return the error of calls on different lines that no name makes one call; None if they agree.
 
-    Without folders: ranks may have different working directories.
+    Without folders: ranks may have different working directories. A site with a word before its
+    line, ``send at train.py:8``, is of a call that the other ranks make from lines of their own.
     """
-    if labels[rank].name is not None:
-        return None
-    if len({label.site.rpartition("/")[2] for label in labels.values()}) == 1:
+    sites = [label.site for label in labels.values()]
+    if len({site.rpartition("/")[2] for site in sites if " at " not in site}) < 2:
         return None
     calls = {member: str(label) for member, label in labels.items()}
     return mismatch_error(rank, number, calls, _CURE_SITES)

@@ -14,6 +14,7 @@ from syncprims._data import LARGE, REDUCED_WHOLE, values
 from syncprims._data.arrays import empty_array, raw
 from syncprims._data.plane import DataPlane
 from syncprims._data.reduction import combine
+from syncprims._protocol.call_site import notes_of
 from syncprims._protocol.rounds import RoundSequence
 from syncprims._world.runtime import find_world, leave_group_world
 from syncprims._world.world import RunningWorld
@@ -272,6 +273,9 @@ class SyncProcessGroup(ProcessGroup):
         known = root is None or 0 <= root < len(self._ranks)
         src = self._ranks[root] if root is not None and known else None
         note = self._rounds.note(kind, what, src, op)
+        compares = self._rounds.settings.strict or self._rounds.observed
+        if compares and internals.is_called_by("Join.__exit__"):  # for the ranks that have inputs
+            note = notes_of(kind, what, src, op, f"join at {note.label.site}")[0]
         error, self.pickling_error = self.pickling_error, None
         if error is not None:
             self._fail(note, error)

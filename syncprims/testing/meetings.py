@@ -131,13 +131,15 @@ class Meeting(NamedTuple):
     def is_doubtful(self) -> bool:
         """Whether these may be different calls: no name says that they are one.
 
-        In torch a call has no name, and the root of one often stands in a branch of its own.
+        In torch a call has no name, and the root of one often stands in a branch of its own. A send
+        and its receive have lines of their own, which their sites say; so has the end of a `Join`.
         """
         label = next(iter(self.calls.values())).label
         if not self.board[1].startswith("group "):
             return label.name is None and label.kind in _COMPARED
         others = {line for rank, line in self.lines.items() if rank != label.src}
-        return label.kind != "send/recv" and (label.src is None or len(others) > 1)
+        own_lines = any(" at " in call.label.site for call in self.calls.values())
+        return not own_lines and (label.src is None or len(others) > 1)
 
 
 def find_meetings(of_ranks: Mapping[int, Sequence[RecordedCall]]) -> Iterator[Meeting]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -55,6 +56,61 @@ def test_calls_that_differ(world: Ranks, program: Callable[[int], None]) -> None
             (line,) = [one for one in str(error).splitlines() if one.startswith(f"  rank {rank}: ")]
             assert shown in line
             assert f"{Path(__file__).name}:" in line
+
+
+def reversed_order() -> None:
+    loss, accuracy = torch.ones(1), torch.ones(1)
+    if sp.is_main():
+        dist.all_reduce(loss)
+        dist.all_reduce(accuracy)
+    else:
+        dist.all_reduce(accuracy)
+        dist.all_reduce(loss)
+
+
+def root_in_a_branch() -> None:
+    if sp.is_main():
+        dist.broadcast(torch.ones(1), 0)
+
+    else:
+        dist.broadcast(torch.ones(1), 0)
+
+
+def transfer() -> None:
+    if sp.is_main():
+        dist.send(torch.ones(1), 1)
+        dist.recv(torch.ones(1), 1)
+    else:
+        dist.recv(torch.ones(1), 0)
+        dist.send(torch.ones(1), 0)
+
+
+@several(2)
+def test_strict_ranks_make_a_call_from_one_line(world: Ranks) -> None:
+    def run(program: Callable[[], None]) -> str:
+        with process_group():
+            for _ in range(2):
+                transfer()  # has two lines
+            with pytest.raises(sp.CollectiveMismatch) as caught:
+                program()
+            with pytest.raises(sp.CollectiveMismatch):
+                dist.barrier()  # the group is torn
+        return str(caught.value)
+
+    for program in reversed_order, root_in_a_branch:
+        first = program.__code__.co_firstlineno + (program is reversed_order)
+        for said in world.run(functools.partial(run, program), SYNCPRIMS_STRICT="1"):
+            place = rf"{Path(__file__).name}:"
+            assert re.search(rf"rank 0: \w+ 'float32\[1\]' .*{place}{first + 2}\)", said)
+            assert re.search(rf"rank 1: \w+ 'float32\[1\]' .*{place}{first + 5}\)", said)
+            assert "SYNCPRIMS_STRICT=1 refuses" in said
+
+    def not_strict() -> None:
+        with process_group():
+            reversed_order()
+            root_in_a_branch()
+
+    world.run(not_strict)
 
 
 @several(2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,32 @@ def join() -> Numbers:
         losses = train(model, optimizer, steps=2 + dist.get_rank())
     finish()
     return [*losses, total(model)]
+
+
+def sharded_optimizer() -> Numbers:
+    """Train with a sharded optimizer, and exchange objects, reduce in a thread, asynchronously."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = nn.parallel.DistributedDataParallel(make_model())
+    parts = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    losses = train(model, parts)
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, (rank, "object"))
+    if rank == 0:
+        found.reverse()
+    dist.broadcast_object_list(found, src=0)
+    dist.monitored_barrier(dist.new_group([*range(size)]))
+    value: Any = torch.ones(1, requires_grad=True)
+    value.register_hook(lambda gradient: (dist.all_reduce(gradient), gradient)[1])
+    thread = threading.Thread(target=(value * (rank + 1)).backward)
+    thread.start()
+    thread.join()
+    work: Any = dist.all_reduce(value.grad, async_op=True)
+    work.wait()
+    finish()
+    return [*losses, total(model), found[0][0], value.grad.item()]
 
 
 def fsdp2() -> Numbers:
@@ -285,6 +312,6 @@ def lightning_fabric() -> Numbers:
 
 LIBRARIES = ["accelerate", "lightning_fabric"]  #: that may be missing
 PROGRAMS = [
-    ddp, join, fsdp2, dtensor, functional, pipeline, checkpoint, compiled, accelerate,
-    lightning_fabric,
+    ddp, join, sharded_optimizer, fsdp2, dtensor, functional, pipeline, checkpoint, compiled,
+    accelerate, lightning_fabric,
 ]  # fmt: skip

@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{category}")
     for category in ("DeprecationWarning", "FutureWarning", "RuntimeWarning", "UserWarning")
 ]
+pytestmark += [pytest.mark.filterwarnings("error::syncprims.UnequalCallSites")]
 
 RANKS = {"fsdp2": 4}
 
@@ -49,6 +50,7 @@ def pipeline_hangs_on_gloo() -> bool:
 def test_a_program_gives_the_numbers_of_gloo(
     program: Callable[[], programs.Numbers], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("SYNCPRIMS_STRICT", "1")  # what torch and libraries call is on no two lines
     # The first import of torch's compiler sets it for good.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     name = program.__name__
