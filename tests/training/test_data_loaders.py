@@ -1178,3 +1178,47 @@ def test_signals_to_all_processes_leave_a_rank_its_workers(start: str, tmp_path:
         [sys.executable, script], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1] [0, 1]\n", "")
+
+
+def test_a_rank_without_a_part_of_the_last_split_batch_asks_no_more() -> None:
+    def program() -> list[int]:
+        data: Any = DataLoader(Stream(11), batch_size=3)
+        loader = prepare_data_loader(data, split_batches=True, even_batches=False)
+        sizes = []
+        for number, batch in enumerate(loader):
+            sizes.append(len(batch))
+            if number < 3:
+                syncprims.barrier()
+        assert loader.batch_sampler.batch_size == 3
+        return sizes
+
+    assert run_world(program, 3, kind="threads") == [[1] * 4, [1] * 4, [1] * 3]
+
+
+class Buckets:
+    """Batches of mixed sizes, of a sampler that says another size."""
+
+    batch_size, sampler = 4, SequentialSampler(range(11))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0, 1, 2, 3], [4, 5, 6], [7, 8, 9, 10])
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("form", ["mixed sizes", "time first"])
+def test_results_of_batches_that_only_pad_are_left_out(form: str) -> None:
+    def program() -> list[int]:
+        job, found = new_job(), []
+        data: Any = DataLoader(torch.arange(11), batch_sampler=Buckets())
+        if form == "time first":
+            twice: Any = lambda items: torch.tensor(items).repeat(2, 1)  # noqa: E731
+            data = DataLoader(Stream(10), batch_size=4, collate_fn=twice)
+        for batch in job.prepare(data):
+            rows = job.gather_for_metrics(batch)
+            found += rows.reshape(-1).tolist()
+        return sorted(set(found))
+
+    count = 11 if form == "mixed sizes" else 10
+    assert run_world(program, 2, kind="threads") == [[*range(count)]] * 2
