@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     141 a closed pipe, and 1 an output that cannot be written.
     """
     _open_closed_streams()
+    words = sys.argv[1:] if argv is None else argv
+    name = "syncprims run" if words and words[0] == "run" else "syncprims"
     stdout: Any = sys.stdout
     with contextlib.suppress(AttributeError):  # a replacement of it has no encoding
         stdout.reconfigure(errors="backslashreplace")  # what its encoding lacks, as stderr does
@@ -38,15 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             say("", sys.stdout)  # so that what cannot be written is known here
     except SyncError as error:
-        say(f"syncprims: {error}\n")
+        say(f"{name}: {error}\n")
         return 2
     except KeyboardInterrupt:
-        say("syncprims: interrupted\n")
+        say(f"{name}: interrupted\n")
         return 130
     except BrokenPipeError:
         return 141
     except OSError as error:  # a full disk
-        say(f"syncprims: {error}\n")
+        say(f"{name}: {error}\n")
         return 1
     finally:
         say("")

@@ -213,7 +213,7 @@ def test_the_reason_of_an_earlier_world_is_not_shown(launches: Launches) -> None
 
 
 LOST = (
-    b"syncprims: [Errno 28] all ranks succeeded, but their output is lost: "
+    b"syncprims run: [Errno 28] all ranks succeeded, but their output is lost: "
     b"No space left on device\n"
 )
 
@@ -599,7 +599,7 @@ def test_more_ranks_than_the_system_allows_are_refused_at_once(
     begin = f"import os, resource, sys; {limited}; os.execv(sys.argv[1], sys.argv[1:])"
     done = call(launches, [sys.executable, "-c", begin, *line])
     assert done.returncode == 2
-    assert done.stderr.startswith(b"syncprims: 40 ranks, and this system has room for ")
+    assert done.stderr.startswith(b"syncprims run: 40 ranks, and this system has room for ")
     assert says in done.stderr.decode()
     assert not started.exists()
 
