@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 _LONGEST_NAME = 80
 
@@ -34,12 +34,11 @@ class Failure(NamedTuple):
             text = "".join(traceback.format_exception(error))
         except Exception as broken:  # there may be no memory or no stack left
             text = f"<no traceback: to format it raised {type(broken).__name__}>"
-        chain = chain_of(error)
-        torn = next((at for at, link in enumerate(chain) if isinstance(link, TORN)), len(chain))
-        own = [link for link in chain[torn:] if not isinstance(link, TORN)]
+        own = _handled(error)
+        consequence = own is not None
+        if own is None:  # what an exit code is about, only the error says that was handled then
+            own = chain_of(error)[1:] if isinstance(error, SystemExit) else []
         handled = _headline(*_describe(own[0])) if own else ""
-        # What a program asserts while it handles such an error is its own.
-        consequence = torn < len(chain) and not isinstance(error, AssertionError)
         return cls(rank, name, _cut(message, 1500), _cut(text, 6000), consequence, handled)
 
     @property
@@ -56,7 +55,11 @@ def _describe(error: BaseException) -> tuple[str, str]:
     if kind.__module__ not in ("builtins", "__main__"):
         name = f"{kind.__module__}.{name}"
     try:
-        return name, str(error)
+        text = str(error)
+        if is_group(error):
+            own = [leaf for leaf in leaves(error) if not is_consequence(leaf)] or leaves(error)
+            text += ": " + "; ".join(_headline(*_describe(leaf)) for leaf in own)
+        return name, text
     except BaseException as broken:  # a user's __str__ must not hide the failure
         return name, f"<no text: its __str__ raised {type(broken).__name__}>"
 
@@ -66,14 +69,50 @@ def _headline(kind: str, message: str) -> str:
     return f"{kind}: {first}" if first else kind
 
 
-def chain_of(error: BaseException) -> list[BaseException]:
-    """Return `error`, what it was raised from or while handling, and so on."""
+def chain_of(error: BaseException, seen: Sequence[BaseException] = ()) -> list[BaseException]:
+    """Return `error`, what it was raised from or while handling, and so on, without the `seen`."""
     chain: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None and all(link is not earlier for earlier in chain):
+    while link is not None and all(link is not earlier for earlier in (*seen, *chain)):
         chain.append(link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return chain
+
+
+def is_group(error: BaseException | None) -> TypeGuard[BaseExceptionGroup[BaseException]]:
+    """Return whether `error` is a group of exceptions."""
+    return isinstance(error, BaseExceptionGroup)
+
+
+def leaves(error: BaseException | None) -> list[BaseException]:
+    """Return `error`, or the exceptions in it if it is a group, as of tasks that run together."""
+    if is_group(error):
+        return [leaf for member in error.exceptions for leaf in leaves(member)]
+    return [] if error is None else [error]
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether an error only reports that of another rank, or was raised over one that does.
+
+    A group is one if all in it are. What a program asserts while it handles such an error is its
+    own, and no consequence.
+    """
+    return _handled(error) is not None
+
+
+def _handled(
+    error: BaseException, seen: Sequence[BaseException] = ()
+) -> list[BaseException] | None:
+    """Return which exceptions of its own a rank handled then; None if it is no consequence."""
+    chain = [] if isinstance(error, AssertionError) else chain_of(error, seen)
+    for at, link in enumerate(chain):
+        if isinstance(link, TORN):
+            return [other for other in chain[at:] if not isinstance(other, TORN)]
+        if is_group(link):  # an exception in it may have been raised while it was handled
+            parts = [_handled(member, (*seen, *chain)) for member in link.exceptions]
+            if None not in parts:
+                return [one for part in parts if part for one in part]
+    return None
 
 
 def _cut(text: str, most: int) -> str:

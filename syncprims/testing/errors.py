@@ -8,9 +8,9 @@ import pickle
 import sys
 import traceback
 from operator import attrgetter
-from typing import NamedTuple, TypeGuard, cast
+from typing import NamedTuple, cast
 
-from syncprims.errors import CollectiveMismatch, SyncError
+from syncprims.errors import CollectiveMismatch, SyncError, is_group
 
 
 class DeadlockError(SyncError, RuntimeError):
@@ -67,11 +67,6 @@ for _public in (
 
 
 _PYTESTS = "_pytest.outcomes"
-
-
-def is_group(error: BaseException | None) -> TypeGuard[BaseExceptionGroup[BaseException]]:
-    """Return whether `error` is a group of exceptions."""
-    return isinstance(error, BaseExceptionGroup)
 
 
 def text_of(error: BaseException) -> str:

@@ -40,6 +40,8 @@ from syncprims.errors import (
     SyncError,
     UnequalCallSites,
     chain_of,
+    is_consequence,
+    leaves,
 )
 from syncprims.interface import Label
 
@@ -71,26 +73,6 @@ End = Literal["returned", "raised", "killed", "stopped", "died", "left"]
 
 
 # -- what an exception says ------------------------------------------------------------------------
-
-
-def leaves(error: BaseException | None) -> list[BaseException]:
-    """Return `error`, or the exceptions in it if it is a group, as of tasks that run together."""
-    if errors.is_group(error):
-        return [leaf for member in error.exceptions for leaf in leaves(member)]
-    return [] if error is None else [error]
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Return whether an error only reports that of another rank, or was raised over one that does.
-
-    A group is one if all in it are. What a test asserts while it handles such an error is the
-    test's own, and no consequence.
-    """
-    return not isinstance(error, AssertionError) and any(
-        isinstance(link, TORN)
-        or (errors.is_group(link) and all(map(is_consequence, link.exceptions)))
-        for link in chain_of(error)
-    )
 
 
 def _first_cause(errors: Sequence[BaseException]) -> BaseException:

@@ -9,12 +9,13 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 from syncprims._protocol.validation import require
+from syncprims.errors import is_consequence
 from syncprims.interface import Label
 
 from .errors import StallError, UncontrolledError
 from .faults import Fault, Join, Raise, Stop, exception_type
 from .orders import find_orders
-from .outcomes import WorldRun, add_note, check_faults_struck, is_consequence, results_of
+from .outcomes import WorldRun, add_note, check_faults_struck, results_of
 from .scheduler import Seed
 from .thread_world import run_threads
 from .world_spec import Kind, WorldSpec, choose_seed, test_context

@@ -25,8 +25,8 @@ import torch
 
 from syncprims._world.runtime import current
 from syncprims.c10d.torch_internals import replaced
-from syncprims.errors import ConcurrentCall, SyncError, chain_of
-from syncprims.testing.outcomes import leaves, results_of
+from syncprims.errors import ConcurrentCall, SyncError, chain_of, leaves
+from syncprims.testing.outcomes import results_of
 from syncprims.testing.world_spec import WorldSpec, test_context
 from syncprims.testing.worlds import run_once
 
