@@ -465,12 +465,15 @@ class Backend(ABC):
         """
 
     @classmethod  # noqa: B027 - optional
-    def record_end(cls, topology: Topology, settings: Settings, how: str | None) -> None:
+    def record_end(
+        cls, topology: Topology, settings: Settings, how: str | None, failure: bytes | None = None
+    ) -> None:
         """Record that the process of this rank has ended, for those that wait for it to join.
 
         `how` it ended, as ``exit code 0``, is what a launcher knows. None says that this process is
         about to end, and has had no world; ``settings.first_call`` is the call that waited for one,
-        if there was one. Optional: without it they wait until a timeout.
+        if there was one. `failure` is what it has raised, as in :meth:`close`. Optional: without it
+        they wait until a timeout.
         """
 
     @classmethod  # noqa: B027 - optional

@@ -91,13 +91,16 @@ class FileBackend(Backend):
         _run_path(topology, settings)
 
     @classmethod
-    def record_end(cls, topology: Topology, settings: Settings, how: str | None) -> None:
+    def record_end(
+        cls, topology: Topology, settings: Settings, how: str | None, failure: bytes | None = None
+    ) -> None:
         """Record in the directory of the run that a rank has ended, or is about to."""
         record = RankRecord.own(joined=bool(settings.first_call), ends=True)
         if how is not None:
             record = RankRecord.seen(how)
         if record is None:
             return
+        record = record._replace(failure=(failure or b"").decode())
         here = topology.local_world_size
         here = topology.world_size if here == UNKNOWN else here
         with _opened_run(topology, settings) as (base, run):

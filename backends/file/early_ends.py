@@ -36,6 +36,7 @@ class EarlyEnd(NamedTuple):
 
     how: str  #: empty if only the fact is known
     joined: bool  #: an earlier world of the run
+    failure: bytes = b""  #: what it has raised, if that is known
 
 
 class RankRecord(NamedTuple):
@@ -47,6 +48,7 @@ class RankRecord(NamedTuple):
     process: Sequence[int] = ()  #: if it records its own end: the identity of the process,
     program: str = ""  #: what it runs,
     time: int = 0  #: and when it was about to end, in clock ticks since boot
+    failure: str = ""  #: what the process has raised, as :func:`errors.dump` writes it
 
     @classmethod
     def seen(cls, how: str) -> RankRecord:
@@ -65,7 +67,7 @@ class RankRecord(NamedTuple):
     def find_end(self) -> EarlyEnd | None:
         """Return how the process ended; None if that is not known, or need not be of this run."""
         if self.how is not None:
-            return EarlyEnd(self.how, self.joined)
+            return EarlyEnd(self.how, self.joined, self.failure.encode())
         if not self.process:
             return None  # the launcher will say it
         one_launch = self.launcher == _own_launcher() and self.program == _own_program()
@@ -82,7 +84,8 @@ class RankRecord(NamedTuple):
             status = watch.exit_status()
         finally:
             watch.close()
-        return EarlyEnd("" if status is None else describe_exit(status), self.joined)
+        how = "" if status is None else describe_exit(status)
+        return EarlyEnd(how, self.joined, self.failure.encode())
 
     def is_void(self) -> bool:
         """Return whether the launcher is gone: no rank that it has started needs the record."""

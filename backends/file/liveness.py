@@ -225,6 +225,8 @@ class Liveness:
             end = find_early_end(self.directory, process)
             if end is None:
                 return "unknown", "", b""
+            if end.failure:
+                return "failed", "", end.failure
             return "finished" if end.joined else "lost", end.how, b""
         if after == _FAILED:
             return "failed", "", self.read(process, "failure")

@@ -200,7 +200,11 @@ class Rendezvous:
             rank = min(lost, key=lambda rank: (rank in joined, rank))  # first what is the cause
             call = self.settings.first_call or "init"
             facts = rank, ends[rank].how, rank in joined
-            error = PeerLost.before_start(*facts, waiting=self.top.rank, call=call)
+            error: errors.SyncError = PeerLost.before_start(
+                *facts, waiting=self.top.rank, call=call
+            )
+            for failure in errors.load(ends[rank].failure).failures.values():
+                error = errors.PeerFailed.from_failure(failure, waiting=call)
             error.missing = lost
             verdict = _BROKEN + errors.dump(error)
             self._ask(lambda store: store.compare_set(f"{self._epoch}end", "", verdict))

@@ -78,23 +78,26 @@ def _what_keeps() -> str:
 class ExitHooks:
     """Calls `on_end` with the exception (or None) that ends the process, `on_fork` in children.
 
-    It calls `on_delay` with what keeps the process if its script has ended well, and it does not.
+    It calls `on_activity` with a text if a thread fails, and with what keeps the process if its
+    script has ended well, and it does not.
     """
 
     def __init__(
         self,
         on_end: Callable[[BaseException | None], None],
         on_fork: Callable[[], None],
-        on_delay: Callable[[str], None],
+        on_activity: Callable[[str], None],
     ) -> None:
         self._on_end = on_end
-        self._on_delay = on_delay
+        self._on_activity = on_activity
         self._on_fork = on_fork
         self._hook: Callable[..., Any] | None = None  # our excepthook
         self._before = sys.excepthook  # the one that was there before
         self._exit_hook: Callable[..., NoReturn] | None = None  # our sys.exit
         self._exit_before = sys.exit
-        self._exit_call: tuple[Any, FrameType] | None = None  # its status, and the program's frame
+        # Its status, the program's frame, and what was handled then.
+        self._exit_call: tuple[Any, FrameType, BaseException | None] | None = None
+        self._thread_failure = ""  # the last uncaught error of a thread
         self._ended = threading.Event()
         self._last_value: BaseException | None = None  # what Python kept before
         self._watches_forks = False
@@ -121,6 +124,8 @@ class ExitHooks:
         if self._process != os.getpid():
             self._process = os.getpid()
             atexit.register(self._exit)
+            note = functools.partial(self._note_failed_thread, threading.excepthook)
+            threading.excepthook = note
             # Python calls this first. What is registered with it may wait, as executors do.
             with contextlib.suppress(AttributeError):
                 shutdown = functools.partial(self._after_script, threading._shutdown)  # type: ignore[attr-defined]
@@ -155,7 +160,8 @@ class ExitHooks:
             trace = users_part(trace) or trace
         try:
             if not _at_a_prompt():
-                self._on_end(error.with_traceback(trace))
+                self._end(error.with_traceback(trace))
+                self._exit_call = None  # an earlier one, which was caught
         finally:
             failure = Failure.of(0, error) if self._brief and isinstance(error, TORN) else None
             if failure and not failure.handled and show is sys.__excepthook__:
@@ -163,15 +169,22 @@ class ExitHooks:
             else:
                 show(kind, error, trace)
 
+    def _note_failed_thread(self, show: Callable[..., Any], end: Any, /) -> None:
+        if end.exc_value is not None and end.thread is not None:
+            headline = Failure.of(0, end.exc_value).headline[:200]
+            self._thread_failure = f"thread {end.thread.name[:80]!r} has failed: {headline}"
+            self._on_activity(self._thread_failure)
+        show(end)
+
     def _note_exit(self, exit_: Callable[[Any], NoReturn], status: object = None, /) -> NoReturn:
         if self._exit_hook is not None and threading.current_thread() is threading.main_thread():
-            self._exit_call = status, _outermost_frame()
+            self._exit_call = status, _outermost_frame(), sys.exc_info()[1]
         exit_(status)
 
     def _after_script(self, join_threads: Callable[[], None]) -> None:
         """Report a failing ``sys.exit``; else have a thread say what keeps the process."""
         if (error := self._exit_error()) is not None:
-            self._on_end(error)
+            self._end(error)
         elif not self._ended.is_set():
             with contextlib.suppress(RuntimeError):  # no thread can be started any more
                 threading.Thread(target=self._tell_delay, name="syncprims-end", daemon=True).start()
@@ -182,16 +195,19 @@ class ExitHooks:
         while not self._ended.wait(_LOOK_AGAIN):
             with contextlib.suppress(Exception):  # the process ends meanwhile
                 if (now := _what_keeps()) not in ("", told):
-                    self._on_delay(told := now)
+                    told = now
+                    self._on_activity(f"its script has ended; {now}")
 
     def _exit_error(self) -> BaseException | None:
-        status, frame = self._exit_call or (None, None)
+        status, frame, handled = self._exit_call or (None, None, None)
         if frame is None or frame is _outermost_frame():
             return None  # no sys.exit, or a child of multiprocessing, which reports its own end
         import opcode
 
         last = opcode.opname[frame.f_code.co_code[frame.f_lasti]]
-        return None if last.startswith("RETURN") else reason(SystemExit(status))
+        error = SystemExit(status)
+        error.__context__ = handled
+        return None if last.startswith("RETURN") else reason(error)
 
     def _exit(self) -> None:
         self._ended.set()
@@ -199,7 +215,14 @@ class ExitHooks:
         last = getattr(sys, "last_value", None)
         if error is None and sys.excepthook is not self._hook and last is not self._last_value:
             error = last  # another excepthook has replaced ours, but Python kept the exception
-        self._on_end(reason(error))
+        self._end(reason(error or self._exit_error()))
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._process != os.getpid():  # a forked child, which is not the rank
+            return
+        if error is not None and self._thread_failure:
+            error.add_note(self._thread_failure)
+        self._on_end(error)
 
     def _watch_child_of_multiprocessing(self) -> None:
         from multiprocessing.util import Finalize

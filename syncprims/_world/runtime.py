@@ -53,6 +53,7 @@ class _State:
         self.world: RunningWorld | None = None
         self.ended: Callable[[], SyncError] | None = None
         self.topology: Topology | None = None  # of a world that has ended
+        self.failure: bytes | None = None  # that ends the process, outside of a world
         self.in_vain = ""  # the call that was to start a world, and could not
         self.starting = threading.RLock()  # two threads may make the first call
         self.is_starting = False  # a world; a signal handler may call meanwhile
@@ -643,22 +644,36 @@ def _forked() -> SyncError:
 def _end_process(error: BaseException | None) -> None:
     """Leave the world. If it has ended before, report `error` to the launcher all the same."""
     environ = _state.environ
+    world, ours = _state.running, environ.get(_OUR_FILE)
     if error is not None and _state.ended is not _forked:
         if path := environ.get(_FILE_OF_TORCHRUN):
             report_to_torchrun(path, error)
-        if (path := environ.get(_OUR_FILE)) and _state.running is None:
+        if world is None:
             with contextlib.suppress(SyncError):
-                report_failure(path, dump_failure(launchers.detect(environ).rank, error))
+                _state.failure = dump_failure(launchers.detect(environ).rank, error)
+                if ours:
+                    report_failure(ours, _state.failure)
+    broken = world.rounds.closed if world is not None and ours and error is None else None
+    verdict = broken() if broken else None
     _end(_state, error)
+    if world is not None and ours and verdict and world.rank not in verdict.failures:
+        # It may exit with a code because of that: Python says nothing of a `raise SystemExit(1)`.
+        report_failure(ours, dump_failure(world.rank, verdict))
 
 
-def _outlive_script(why: str) -> None:
-    """Publish why this rank makes no call any more, unless a thread or atexit function does."""
+def _publish_activity(text: str) -> None:
+    """Publish why this rank may make no call any more."""
     if world := _state.running:
-        world.publish_activity(f"its script has ended; {why}")
+        world.publish_activity(text)
 
 
-_exit_hooks = ExitHooks(_end_process, _on_fork, _outlive_script)
+_exit_hooks = ExitHooks(_end_process, _on_fork, _publish_activity)
+
+
+def _is_launched() -> bool:
+    """Return whether a launcher has started this process as a rank of several."""
+    environ = os.environ
+    return bool(launchers.find_world_sizes(environ)) and not launchers.is_started_by_rank(environ)
 
 
 def _record_early_end(process: int) -> None:
@@ -669,12 +684,15 @@ def _record_early_end(process: int) -> None:
     # Our launcher sees the end itself, and a forked child is not a rank.
     if not never_started or "SYNCPRIMS_ERROR_FILE" in environ or os.getpid() != process:
         return
-    if not launchers.find_world_sizes(environ) or launchers.is_started_by_rank(environ):
+    if not _is_launched():
         return
     with contextlib.suppress(Exception):  # the others wait until their timeout
         recorder, topology, settings = find_end_recorder(environ)
         if topology.run_id is not None:
-            recorder.record_end(topology, settings._replace(first_call=in_vain), None)
+            settings = settings._replace(first_call=in_vain)
+            recorder.record_end(topology, settings, None, _state.failure)
 
 
 atexit.register(_record_early_end, os.getpid())
+if _is_launched():  # it may fail before its first call
+    _exit_hooks.install(brief=bool(os.environ.get(_OUR_FILE)))

@@ -51,6 +51,7 @@ STOPPED = 75  # exit code if SIGTERM has stopped the run, and all ranks have end
 #: to its group.
 _ONE_REQUEST = 0.2
 _POLL_INTERVAL = 0.02
+_LAST_WORDS = 0.5  # seconds for the stderr of a rank that has ended: a child may hold it open
 _REAP_EVERY = 1.0  # seconds
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ANSWERED = (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -59,6 +60,7 @@ _LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 _CURE = "start fewer ranks, or raise the limit: ulimit -n (files), ulimit -u (processes)"
 _LONGEST_LINE = 400  # characters of a cause in a line
 _TRACEBACK = re.compile(r"( *[|+] .*)?Traceback \(most recent call last\):")
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")  # the line that ends one
 _TAIL = 30  # lines of a failed rank's stderr to show again
 
 
@@ -189,6 +191,8 @@ class _RankProcess:
         self.rank = rank
         self.late = late  #: it replaces a lost one
         self.process = process
+        assert process.stderr is not None
+        self.stderr: IO[bytes] = process.stderr
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL)
         self.status: int | None = None  #: as `os.waitstatus_to_exitcode`, once it has ended
         self.stopped = False  #: by us, unless it had reported a failure of its own
@@ -249,11 +253,22 @@ class _RankProcess:
         return "" if self.failure is None else self.failure.type.removeprefix("syncprims.")
 
     @property
+    def cause(self) -> Failure | None:
+        """What it has reported; else the traceback that ends its stderr, if it ends with a code."""
+        lines = list(self.tail)
+        while lines and not _TRACEBACK.match(lines[0]):
+            del lines[0]
+        if self.failure is None and (self.status or 0) > 0 and lines and _RAISED.match(lines[-1]):
+            kind, _, message = lines[-1].partition(": ")
+            return Failure(self.rank, kind, message, "\n".join(lines))
+        return self.failure
+
+    @property
     def how(self) -> str:
         """How its process ended, and with which error."""
         text = f"({errors.describe_exit(self.status)})"
-        if self.failure is not None:
-            text += f": {self.failure.headline.removeprefix('syncprims.')}"
+        if (cause := self.cause) is not None:
+            text += f": {cause.headline.removeprefix('syncprims.')}"
         return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
 
 
@@ -410,13 +425,12 @@ class _Launcher:
         started = _RankProcess(rank, process, report, late=late)
         self._ranks.append(started)
         assert process.stdout is not None
-        assert process.stderr is not None
         logs: list[IO[bytes] | None] = [None, None]
         if self._logs is not None:
             logs = [(self._logs / f"rank-{rank}.log").open("ab", buffering=0) for _ in logs]
         return (
             Source(rank, process.stdout, self._output.stdout, logs[0]),
-            Source(rank, process.stderr, self._output.stderr, logs[1], started.tail),
+            Source(rank, started.stderr, self._output.stderr, logs[1], started.tail),
         )
 
     def _environ(self, rank: int) -> dict[str, str]:
@@ -425,6 +439,7 @@ class _Launcher:
     def _watch(self, folder: Path, guard: _Guard) -> None:
         """Return when all ranks have ended; stop them after a failure or a signal."""
         kill_at = term_at = requested_at = math.inf
+        ends: list[tuple[float, _RankProcess]] = []  # to record, and until when to read its stderr
         handled = 0
         reap_at = time.monotonic() + _REAP_EVERY
         while True:
@@ -436,13 +451,12 @@ class _Launcher:
             replaced = {rank for _, rank in self._replace_at}
             if not self._failed and not self._received:
                 self._start_replacements(folder, guard)
-            for rank in ended:  # others may wait for it to join
-                if rank.rank in replaced:
-                    continue  # another process comes
-                with contextlib.suppress(OSError, SyncError):
-                    recorder, topology, settings = find_end_recorder(self._environ(rank.rank))
-                    recorder.record_end(topology, settings, errors.describe_exit(rank.status))
             now = time.monotonic()
+            # Others may wait for it to join, unless another process comes.
+            ends += [(now + _LAST_WORDS, rank) for rank in ended if rank.rank not in replaced]
+            for end in [end for end in ends if now > end[0] or end[1].stderr.closed]:
+                ends.remove(end)
+                self._record(end[1])
             for signum in self._received[handled:]:
                 if requested_at == math.inf:
                     requested_at, kill_at = now, min(kill_at, now + self._options.grace)
@@ -468,6 +482,15 @@ class _Launcher:
                 processes.reap_children({*self._spare, *(rank.process.pid for rank in self._ranks)})
                 reap_at = now + _REAP_EVERY
             time.sleep(_POLL_INTERVAL)
+
+    def _record(self, rank: _RankProcess) -> None:
+        """Tell those that wait for it to join that it has ended, and what it has raised."""
+        cause = rank.cause if rank.status else None
+        failure = errors.dump(errors.PeerFailed.from_failure(cause)) if cause else None
+        with contextlib.suppress(OSError, SyncError):
+            recorder, topology, settings = find_end_recorder(self._environ(rank.rank))
+            how = errors.describe_exit(rank.status)
+            recorder.record_end(topology, settings, how, failure)
 
     def _take_failures(self, failed: list[_RankProcess]) -> None:
         """Fail the run, unless enough ranks are left; then a replacement may be due."""
@@ -552,10 +575,10 @@ def _describe_failure(
     lines += [f"{_name(ranks)}{how}" for how, ranks in ways.items()]
     lines.append(f"syncprims run: {_name(end.rank for end in leaders)} {verb} {first.how}")
     shown: Sequence[str] = first.tail
-    if first.failure is not None:
+    if first.failure is not None and not causes:
+        shown = first.failure.message.rstrip().splitlines()[1:]
+    elif first.failure is not None and "Traceback" in first.failure.traceback:  # no plain exit
         shown = first.failure.traceback.rstrip().splitlines()
-        if not causes:
-            shown = first.failure.message.rstrip().splitlines()[1:]
     # Of ranks that failed together, each has shown it, or said whose it is.
     if len(leaders) > 1 and any(map(_TRACEBACK.match, shown)) and shown[-1] in first.tail:
         shown = [shown[-1], "(their traceback is above)"]

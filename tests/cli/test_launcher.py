@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import termios
+import textwrap
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -147,6 +148,68 @@ def test_the_headline_is_of_the_rank_whose_thread_runs_on(
     report = done.err[done.err.index("syncprims run:") :]
     assert report.startswith(f"syncprims run: rank 1 failed first (exit code {code}): {words}")
     assert "ranks 0, 2: PeerFailed because of rank 1\n" in done.err
+
+
+BAD = "if get_rank() == 1: raise ValueError('bad shard')"
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (
+            f"""
+            import asyncio
+            async def work():
+                {BAD}
+                barrier()
+            async def main():
+                async with asyncio.TaskGroup() as outer:
+                    async with asyncio.TaskGroup() as inner: inner.create_task(work())
+            asyncio.run(main())
+            """,
+            "ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception): ValueError: bad",
+        ),
+        (
+            f"""
+            try:
+                {BAD}
+                barrier()
+            except (PeerFailed, ValueError): sys.exit(1)
+            """,
+            "SystemExit: 1, while it handled ValueError: bad shard",
+        ),
+        (
+            f"""
+            try:
+                {BAD}
+                barrier()
+            except PeerFailed: raise SystemExit(1)
+            """,
+            "ValueError: bad shard",
+        ),
+    ],
+    ids=["group", "sys.exit", "SystemExit"],
+)
+def test_the_headline_looks_into_what_is_raised(
+    launches: Launches, program: str, words: str
+) -> None:
+    """Each rank ends by an error that says nothing of it: only one was not told by another rank."""
+    done = launches.run(f"init()\n{textwrap.dedent(program)}")
+    assert f"syncprims run: rank 1 failed first (exit code 1): {words}" in done.err
+    assert re.search(r"^ranks 0, 2: \w+ because of rank 1$", done.err, re.M), done.err
+    assert done.code == 1
+
+
+def test_an_exit_that_was_caught_is_not_the_cause(launches: Launches) -> None:
+    done = launches.run(
+        """
+        try: sys.exit(3)
+        except SystemExit: pass
+        raise ValueError("bad shard")
+        """,
+        n=1,
+    )
+    assert "syncprims run: rank 0 failed first (exit code 1): ValueError: bad shard" in done.err
 
 
 _A_HANDLED_FAILURE = """
@@ -646,7 +709,9 @@ def test_ranks_are_started_again_as_the_next_generation(launches: Launches) -> N
 def test_the_last_generation_decides(launches: Launches) -> None:
     done = launches.run(f"{GENERATIONS}sys.exit(5 + int(generation))\n", "--max-restarts", "1", n=2)
     assert done.code == 6
-    assert done.report[-1] == "syncprims run: ranks 0-1 failed together (exit code 6)"
+    assert (
+        done.report[-1] == "syncprims run: ranks 0-1 failed together (exit code 6): SystemExit: 6"
+    )
     assert "syncprims run: restart 1 of 1" in done.report
 
 

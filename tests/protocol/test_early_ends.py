@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import soak
-from support.launches import Launches
+from support.launches import Launches, command
 from support.rank_worlds import Scripts, environment
 
 # Only the launcher sets these variables.
@@ -23,12 +23,15 @@ def launches(tmp_path: Path) -> Launches:
     return Launches(tmp_path / "job.py")
 
 
+#: How rank 1 ends, and what the others say.
+LOST = "PeerLost: rank 1 ended ({}) before its first call, while rank {{rank}} is in {{call}}"
+FAILED = "PeerFailed: rank 1 failed, while others wait in {{call}}: {}"
 ENDINGS = [
-    ("pass", "exit code 0"),
-    ("sys.exit(3)", "exit code 3"),
-    ("raise ValueError('bad')", "exit code 1"),
-    ("os._exit(4)", "exit code 4"),
-    ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
+    ("pass", LOST.format("exit code 0")),
+    ("os._exit(4)", LOST.format("exit code 4")),
+    ("os.kill(os.getpid(), signal.SIGKILL)", LOST.format("killed by SIGKILL")),
+    ("sys.exit(3)", FAILED.format("SystemExit: 3")),
+    ("raise ValueError('bad')", FAILED.format("ValueError: bad")),
 ]
 #: The launcher ends ranks some seconds after a failure. So rank 1 fails once the others have begun.
 READY = """
@@ -39,19 +42,67 @@ WAIT = "if get_rank() != 1: barrier('saved')\n"
 
 
 @pytest.mark.parametrize(
-    ("ending", "how", "late"),
+    ("ending", "words", "late"),
     [*((*one, "") for one in ENDINGS), (*ENDINGS[1], "if is_main(): time.sleep(0.3)\n")],
 )
-def test_our_launcher_names_it(launches: Launches, ending: str, how: str, late: str) -> None:
+def test_our_launcher_names_it(launches: Launches, ending: str, words: str, late: str) -> None:
     done = launches.run(f"{READY}{late}if get_rank() == 1:\n    {ending}\n{WAIT}")
     assert done.code != 0
-    told = [line for line in done.err.splitlines() if "PeerLost: rank 1 ended" in line]
+    told = [line for line in done.err.splitlines() if "] syncprims.Peer" in line]
     assert told, done.err
-    assert told[0].split("PeerLost: ")[1] in [
-        f"rank 1 ended ({how}) before its first call, while rank {rank} is in "
-        f"barrier 'saved' (job.py:{8 + bool(late)})"
-        for rank in (0, 2)
+    call = f"barrier 'saved' (job.py:{8 + bool(late)})"
+    assert told[0].split("] syncprims.")[1] in [
+        words.format(rank=rank, call=call) for rank in (0, 2)
     ]
+
+
+@pytest.mark.parametrize("imports", ["", "import syncprims"])
+@pytest.mark.parametrize("backend", ["file", soak("torch")])
+def test_the_error_of_a_rank_that_has_no_name_of_ours_is_told(
+    launches: Launches, imports: str, backend: str
+) -> None:
+    """It is known by its stderr alone."""
+    source = f"""
+import os, subprocess, time
+{imports}
+if os.environ["RANK"] == "1":
+    while not os.path.exists("ready"): time.sleep(0.01)
+    subprocess.Popen(["sleep", "600"])  # holds the stderr
+    from no_such_package import anything
+{"import torch" * (backend == "torch")}
+from syncprims import *
+open("ready", "w").close()
+try:
+    barrier("saved")
+except PeerFailed as error:
+    told = error.failures[1]
+    assert "from no_such_package import anything" in told.traceback
+    print(told.headline, flush=True)
+    raise
+"""
+    launches.script.write_text(source)
+    done = subprocess.run(
+        command("-n", "2", "--backend", backend, str(launches.script)),
+        env=launches.environ, cwd=launches.script.parent, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    headline = "ModuleNotFoundError: No module named 'no_such_package'"
+    assert f"[rank 0] {headline}" in done.stdout, done.stderr
+    assert f"syncprims run: rank 1 failed first (exit code 1): {headline}\n" in done.stderr
+    assert done.returncode == 1
+
+
+def test_a_forked_child_is_not_the_rank(launches: Launches) -> None:
+    done = launches.run(
+        """
+        if os.environ["RANK"] == "1":
+            if os.fork() == 0: raise ValueError("of a child")
+            os.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        barrier()
+        """
+    )
+    assert "syncprims run: rank 1 failed first (killed by SIGKILL)\n" in done.err
 
 
 def test_the_error_has_its_facts(launches: Launches) -> None:
@@ -142,15 +193,23 @@ def test_who_waited_records_its_end(scripts: Scripts, meeting_place: Path, tmp_p
         """
     )
     assert [one.code for one in ended] == [1, 4, 4]
-    told = ended[0].err.partition("PeerLost: ")[2]
-    assert told[7:].startswith("joined and ended (exit code 4), while rank 0 is in barrier"), told
+    told = ended[0].err.partition("PeerFailed: ")[2]
+    assert told[7:].startswith("failed, while others wait in barrier 'saved' (script.py:13): "), (
+        told
+    )
+    assert "SystemExit: 4" in told
     assert not any(meeting_place.iterdir())
 
 
-def test_an_exit_code_is_known_if_it_can_be(scripts: Scripts) -> None:
-    ended = scripts.run("if rank == 1: sys.exit(3)\nbarrier('saved')\n")
-    assert [one.code for one in ended] == [1, 3, 1]
-    assert "PeerLost: rank 1 ended (exit code 3) before its first call" in ended[0].err
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [("sys.exit(3)", 3, "SystemExit: 3"), ("raise ValueError('bad')", 1, "ValueError: bad")],
+)
+def test_a_rank_records_its_own_error(scripts: Scripts, ending: str, code: int, words: str) -> None:
+    ended = scripts.run(f"if rank == 1: {ending}\nbarrier('saved')\n")
+    assert [one.code for one in ended] == [1, code, 1]
+    assert "PeerFailed: rank 1 failed, while others wait in barrier 'saved'" in ended[0].err
+    assert f": {words}\n" in ended[0].err
 
 
 def test_a_run_without_calls_leaves_nothing(scripts: Scripts, meeting_place: Path) -> None:

@@ -146,6 +146,34 @@ else:
         assert words in ended[rank].out
 
 
+def test_a_thread_that_has_failed_is_named(scripts: Scripts) -> None:
+    """While its rank does not come, and where its rank then fails."""
+    ended = scripts.run(
+        """
+        import logging, threading
+        init()
+        class Handler(logging.Handler):
+            def emit(self, record):
+                if "ranks [1] " in record.getMessage():
+                    print(record.getMessage(), flush=True)
+                    open("go", "w").close()
+        logging.getLogger("syncprims").addHandler(Handler())
+        def load():
+            raise ValueError("bad shard")
+        if rank == 1:
+            threading.Thread(target=load, name="loader").start()
+            while not os.path.exists("go"):
+                time.sleep(0.001)
+            sys.exit(3)
+        barrier("load")
+        """,
+        SYNCPRIMS_WARN_AFTER="0.1",
+    )
+    said = ended[0].out + ended[2].out
+    assert "thread 'loader' has failed: ValueError: bad shard" in said
+    assert ended[1].code == 3
+    assert "| SystemExit: 3" in ended[0].err
+    assert "| thread 'loader' has failed: ValueError: bad shard" in ended[0].err
 #: What keeps a rank whose script has ended, until the others make a file, and how it is named.
 KEEPERS = {
     "a thread": ("threading.Thread(target=work, name='uploader').start()", "thread 'uploader'"),
