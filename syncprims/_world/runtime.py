@@ -30,7 +30,7 @@ from .exit_hooks import ExitHooks, reason
 from .group import Group, entered
 from .nodes import place_on_nodes, without_nodes
 from .registry import choose_backend, find_end_recorder
-from .settings import STOP_NOTE, derive_store, find_misspelt, read_settings
+from .settings import EPOCH_NOTE, STOP_NOTE, derive_store, find_misspelt, read_settings
 from .world import Change, RunningWorld, World, dump_failure, report_failure, report_to_torchrun
 
 MakeBackend = Callable[[type[Backend], Topology, Settings], Backend]
@@ -53,6 +53,7 @@ class _State:
         self.world: RunningWorld | None = None
         self.ended: Callable[[], SyncError] | None = None
         self.topology: Topology | None = None  # of a world that has ended
+        self.last_epoch = 0  # of all worlds
         self.failure: bytes | None = None  # that ends the process, outside of a world
         self.in_vain = ""  # the call that was to start a world, and could not
         self.starting = threading.RLock()  # two threads may make the first call
@@ -512,6 +513,9 @@ def _start_once(state: _State, backend: str | None, settings: Settings) -> Runni
 def _take_topology(state: _State, world: RunningWorld) -> None:
     """Keep the numbers of a world that has met, and correct variables that name others."""
     top = state.topology = world.topology
+    if world.settings.error_file and world.settings.elastic:
+        state.last_epoch = max(state.last_epoch, world.epoch)  # another world begins at 0 again
+        report_failure(world.settings.error_file + EPOCH_NOTE, b"%d" % state.last_epoch)
     if world.epoch:
         variables = launchers.make_rank_variables(top.rank, top.world_size, top.num_nodes)
         environ: Any = state.environ

@@ -11,8 +11,9 @@ from syncprims.interface import Settings, Topology
 
 from .launchers import LAUNCHERS, read_number
 
-#: How a file beside that of a rank's error ends, by which the rank says that SIGTERM stops it.
-STOP_NOTE = "-stopped"
+#: How files beside that of a rank's error end: one says that SIGTERM stops the rank, and one has
+#: the number of the last epoch that has begun on it.
+STOP_NOTE, EPOCH_NOTE = "-stopped", "-epoch"
 _PREFIX = "SYNCPRIMS_"
 _FIRST_PORT, _PORTS = 15000, 17000  # that are derived; systems assign those from 32768 up
 

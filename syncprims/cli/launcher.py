@@ -38,7 +38,7 @@ from syncprims._system.host import free_port, most_processes
 from syncprims._world.launchers import detect, make_rank_variables
 from syncprims._world.registry import find_end_recorder
 from syncprims._world.scratch import scratch_directory
-from syncprims._world.settings import STOP_NOTE
+from syncprims._world.settings import EPOCH_NOTE, STOP_NOTE
 from syncprims.errors import ConfigurationError, Failure, SyncError
 
 from .options import LaunchPlan
@@ -233,6 +233,19 @@ class _RankProcess:
             return next(iter(errors.load(self._report.read_bytes()).failures.values()), None)
         except (OSError, ValueError):
             return None
+
+    @property
+    def epoch(self) -> int:
+        """The last epoch that it was in; -1 if it has met no other rank."""
+        try:
+            return int(Path(f"{self._report}{EPOCH_NOTE}").read_bytes())
+        except OSError:
+            return -1
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is a replacement that the others have not met."""
+        return self.late and self.epoch < 0
 
     @property
     def was_asked_to_stop(self) -> bool:
@@ -447,6 +460,8 @@ class _Launcher:
             running = [rank for rank in self._ranks if rank.status is None]
             self._take_failures([rank for rank in ended if rank.status and not rank.stopped])
             if not running:
+                if not self._received:
+                    self._failed[:0] = [one for one in self._lost if not self._has_survived(one)]
                 return
             replaced = {rank for _, rank in self._replace_at}
             if not self._failed and not self._received:
@@ -494,16 +509,17 @@ class _Launcher:
 
     def _take_failures(self, failed: list[_RankProcess]) -> None:
         """Fail the run, unless enough ranks are left; then a replacement may be due."""
-        for rank in [one for one in failed if one.late and one.follows]:
-            if all(other.status is not None for other in self._ranks):
-                failed.remove(rank)
-                what = f"the replacement for rank {rank.rank} came too late"
-                self._output.say(f"syncprims run: {what}: the others had ended")
-        self._lost += failed
+        over = all(rank.status is not None or rank.waits for rank in self._ranks)
+        for rank in [one for one in failed if over and one.waits]:
+            failed.remove(rank)
+            what = f"the replacement for rank {rank.rank} came too late"
+            self._output.say(f"syncprims run: {what}: the others had ended")
         left = [rank for rank in self._ranks if not rank.status]
-        if failed and (self._received or len(left) < (self._least or math.inf)):
-            self._failed, self._lost = self._failed + self._lost, []
-        elif not self._failed:
+        ends = self._failed or self._received or over or len(left) < (self._least or math.inf)
+        if failed and ends:
+            self._failed += failed
+        else:
+            self._lost += failed
             for rank in failed:
                 text = "no replacement is left"
                 if again := self._grant():
@@ -512,6 +528,13 @@ class _Launcher:
                 ranks = f"{len(left)} rank{'s' * (len(left) > 1)}"
                 what = f"lost rank {rank.rank} {rank.how}; {ranks} left, {text}"
                 self._output.say(f"syncprims run: {what}")
+
+    def _has_survived(self, lost: _RankProcess) -> bool:
+        """Return whether others have met in a later epoch, or another process has done its work."""
+        return any(
+            other.epoch > lost.epoch or (other.rank == lost.rank and other.status == 0)
+            for other in self._ranks
+        )
 
     def _grant(self) -> tuple[float, str] | None:
         """Grant a restart, or a replacement: after how many seconds, and which of how many it is.

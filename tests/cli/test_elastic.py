@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from conftest import soak
 from support import ROOT
 from support.launches import Launches
 from support.rank_environment import PATIENCE, clean_environ
@@ -104,7 +106,11 @@ def test_a_rank_that_dies_before_the_end_of_its_start_is_replaced(
     assert "lost rank 1 (killed by SIGKILL); 2 ranks left, replacement 1 of 2" in done.err
 
 
-def test_a_replacement_that_comes_too_late_is_no_failure(launches: Launches) -> None:
+@pytest.mark.parametrize(("survives", "code"), [(True, 0), (False, 137)])
+def test_a_replacement_that_comes_too_late_is_no_failure(
+    launches: Launches, survives: bool, code: int
+) -> None:
+    """A loss is one, unless the others have made a world without the lost rank."""
     source = """
     from pathlib import Path
     first, rank = Path(sys.argv[1]), int(os.environ["RANK"])
@@ -117,15 +123,75 @@ def test_a_replacement_that_comes_too_late_is_no_failure(launches: Launches) -> 
     if rank == 1:
         first.touch()
         os.kill(os.getpid(), 9)
+    if sys.argv[2] == "True":
+        try: barrier()
+        except PeerLost: reform()
     await_file("comes")
     shutdown()
     first.with_name(f"done-{rank}").touch()
     """
     flags = "--elastic", "2:3", "--max-restarts", "3"
-    done = launches.run(source, *flags, args=[str(launches.script.parent / "first")])
-    assert done.code == 0, done.err
+    args = [str(launches.script.parent / "first"), str(survives)]
+    done = launches.run(source, *flags, args=args)
+    assert done.code == code, done.err
+    assert ("rank 1 failed first (killed by SIGKILL)" in done.err) != survives
     assert done.err.count("left, replacement") == 1
     assert "the replacement for rank 1 came too late: the others had ended" in done.err
+
+
+#: In each epoch, the next rank of `LOSSES` is lost; the others go on. Then rank 0 ends the run.
+STORY = """
+from syncprims import *
+me = int(os.environ["RANK"])
+def end(how):
+    if how == "raise": raise ValueError("bad shard")
+    os.kill(os.getpid(), signal.SIGKILL) if how == "kill" else sys.exit(how)
+change = init().change
+replaces, state, stop = change is not None, {"lost": 0}, Trigger("stop")
+while True:
+    try:
+        if change is not None:
+            state, change = hand_over(state, change), None
+        if state["lost"] == len(LOSSES):
+            break
+        lost, how = LOSSES[state["lost"]]
+        if me == lost and not replaces:
+            end(how)
+        stop.check()
+        if stop.joiners:
+            change = reform()
+    except (PeerLost, PeerFailed):
+        change = reform()
+        state = {"lost": state["lost"] + 1}
+if me == 0 and END:
+    end(END)
+barrier("last")
+"""
+#: How a rank ends, its exit code, and what is said of it.
+ENDS: dict[str | int, tuple[int, str]] = {
+    "kill": (137, "(killed by SIGKILL)"),
+    "raise": (1, "(exit code 1): ValueError: bad shard"),
+    5: (5, "(exit code 5): SystemExit: 5"),
+}
+
+
+@pytest.mark.parametrize("seed", [*range(4), *map(soak, range(4, 60))])
+def test_the_code_is_that_of_the_cause_and_never_of_a_loss_before(
+    launches: Launches, seed: int
+) -> None:
+    rng = random.Random(seed)
+    n = rng.randint(2, 4)
+    lost = rng.sample(range(1, n), rng.randint(1, n - 1))
+    losses = [(rank, rng.choice([*ENDS])) for rank in lost]
+    last = [*ENDS, 0][seed % 4]
+    flags = ["--elastic", f"1:{n}", "--max-restarts", str(rng.randint(0, 2))]
+    done = launches.run(f"LOSSES, END = {losses}, {last!r}\n{STORY}", *flags, n=n)
+    code, how = ENDS.get(last, (0, ""))
+    assert done.code == code, done.err
+    failed = [line for line in done.report if "failed" in line and "left" not in line]
+    assert failed[:1] == ([f"syncprims run: rank 0 failed first {how}"] if code else []), done.err
+    for rank, way in losses:
+        assert f"lost rank {rank} {ENDS[way][1]}" in done.err
 
 
 def test_the_run_ends_when_too_few_are_left(launches: Launches) -> None:
