@@ -21,13 +21,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy
 import torch
 import torch.distributed
 
+from syncprims._system.host import list_descriptors
 from syncprims.interface import DeviceEngine, Engine, Topology
 
 from .decisions import Store
@@ -336,7 +336,7 @@ class DefaultGroup:
 def _open_sockets() -> set[tuple[int, int]]:
     """Return the sockets that this process has: descriptors, and what identifies each."""
     found: set[tuple[int, int]] = set()
-    for fd in [int(path.name) for path in Path("/dev/fd").iterdir()]:
+    for fd in list_descriptors():
         with contextlib.suppress(OSError):  # it was that of the directory
             status = os.fstat(fd)
             if stat.S_ISSOCK(status.st_mode):

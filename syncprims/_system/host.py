@@ -12,6 +12,7 @@ from pathlib import Path
 _GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")  # in /dev, of their drivers
 _FIRST_PORT = 10_000  # well-known services have lower ones
 _SMALLEST = 8 << 20  # bytes of a process that runs Python
+_LOOKED_AT = 1 << 16  # descriptors: the system gives the lowest number that is free
 
 
 def count_processors() -> int:
@@ -33,7 +34,7 @@ def most_processes(files: int) -> tuple[int, str]:
     """
     import resource  # not there on Windows
 
-    open_now = len(os.listdir("/dev/fd"))  # noqa: PTH208 - names are all it takes
+    open_now = len(list_descriptors())
     of_files, of_processes = (
         math.inf if soft == resource.RLIM_INFINITY else soft
         for soft, _ in map(resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
@@ -49,6 +50,18 @@ def most_processes(files: int) -> tuple[int, str]:
             found.append((int(Path(path).read_text()), f"processes ({path})"))
     most, limit = min(found)
     return int(max(most, 0)), limit
+
+
+def list_descriptors() -> list[int]:
+    """Return the open descriptors of this process, also where the system has no list of them."""
+    with contextlib.suppress(OSError):
+        return [int(name) for name in os.listdir("/dev/fd")]  # noqa: PTH208 - names are all it takes
+    found: list[int] = []
+    for fd in range(min(os.sysconf("SC_OPEN_MAX"), _LOOKED_AT)):
+        with contextlib.suppress(OSError):
+            os.fstat(fd)
+            found.append(fd)
+    return found
 
 
 def find_visible_gpus(environ: Mapping[str, str]) -> list[str] | None:

@@ -117,3 +117,12 @@ def test_volumes_of_a_pod(user: bool, tmp: str) -> None:
         said = start(user, SHM["2777"] + TMP[tmp], how, space="-mpi --fork --mount-proc")
         assert not said or (tmp == "ro" and not user), said
         assert not said or not start(user, SHM["2777"] + TMP[tmp], how, advice(said)[0])
+
+
+@pytest.mark.parametrize("backend", ["file", "torch"])
+def test_a_system_that_lists_no_descriptors(backend: str) -> None:
+    """As in a chroot or a sandbox: a limit that cannot be read stops no start."""
+    rank = "import syncprims as sp; sp.current().open_process_group()"
+    mounts = f"echo '{rank if backend == 'torch' else ''}' > /mnt/rank.py\n{SHM['absent']}"
+    mounts += TMP["mode=1777"] + "cd /; rm /dev/fd; mount -t tmpfs none /proc\n"
+    assert not start(False, mounts, "run", f"export SYNCPRIMS_BACKEND={backend}")
