@@ -2,8 +2,8 @@
 
 Another user may create anything at a predictable path: a directory of their own, a link, a pipe. So
 every directory on the way is opened without following links and checked on the open descriptor,
-not on the name, and the next one is opened relative to it. If no other user can rename anything on
-the way, and none can write to its end, no other user can replace anything inside.
+not on the name, and the next one is opened relative to it. If none can write to its end, no other
+user can replace anything inside, even one who can rename what is on the way (`_check_passage`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Generator
 from pathlib import Path, PurePath
 
 from syncprims._system.places import (
-    find_own_weakness,
     find_weakness,
     is_closed,
     is_trusted,
@@ -54,7 +53,7 @@ def default_base(runtime_directory: str | None) -> Path:
 
 def _may_host(path: Path) -> bool:
     try:
-        return not find_weakness(path) and os.access(path, os.W_OK | os.X_OK)
+        return not find_weakness(path, modes=False) and os.access(path, os.W_OK | os.X_OK)
     except OSError:
         return False
 
@@ -73,7 +72,7 @@ class PrivateDirectory:
         Others may read one that existed, but not change it.
 
         :raises ConfigurationError: if it cannot be created, is no directory, is a link, belongs to
-            another user, or others may write to it or put another one in its place.
+            another user or is below one that does, or others may write to it.
         :raises OSError: if there is no space for it.
         """
         above = _pass_to(path)
@@ -177,6 +176,14 @@ class PrivateDirectory:
         """
         self.write(f"{name}.new", data)
         os.rename(f"{name}.new", name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def reach(self, name: str) -> Path:
+        """Return a path of `name` for this process to open by itself, while this one is open.
+
+        On Linux it leads through the descriptor, past what other users can rename on the way.
+        """
+        opened = Path(f"/proc/self/fd/{self.fd}")
+        return (opened if opened.exists() else self.path) / name
 
     def open_pipe(self, name: str, *, create: bool = False) -> int:
         """Return a descriptor of the named pipe `name` inside, for reading and writing.
@@ -322,15 +329,20 @@ def _enter(path: Path, name: str, above: int, mode: int = 0o700, flags: int = _O
 
 
 def _check_passage(path: Path, at: Path, found: os.stat_result, apart: bool) -> bool:
-    """Raise if other users could rename what is in `at`; return whether it is closed to them."""
-    if weakness := find_own_weakness(at, found, apart):
-        cure = ""
-        if weakness.startswith("has") and os.geteuid() in (0, found.st_uid):
-            # What is open to all is meant for all.
-            cure = f"run `chmod {'+t' if found.st_mode & 0o002 else 'go-w'} {at}`, or "
+    """Raise if `at` is another user's; return whether it is closed to others.
+
+    It may be open to all without the sticky bit, as volumes of pods are. Others can then rename
+    what this user has there, or make something first. They can keep ranks from meeting by that, as
+    by filling the volume. They can neither read nor forge anything: a link or a directory of
+    theirs is refused, and only this user can create files in the end of the way, whose owner and
+    mode are looked at once it is open. If they put another directory of this user there, files
+    with names of ours come into it.
+    """
+    if not is_trusted(found.st_uid, apart):
         raise ConfigurationError(
-            f"{path} cannot be used as a meeting place: {at} above it {weakness}, so others could "
-            f"put another directory in its place; {cure}{_CURE}, where others cannot rename it"
+            f"{path} cannot be used as a meeting place: {at} above it belongs to user "
+            f"{found.st_uid}, who could put another directory in its place; {_CURE}, where others "
+            f"cannot rename it"
         )
     return is_closed(found)
 

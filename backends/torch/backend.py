@@ -269,7 +269,7 @@ class TorchBackend(Backend):
             store = dist.PrefixStore(prefix, self._hosts.connection.endpoint.connect())
         else:
             with self._local.locked_directory() as directory:
-                path = directory.path / f"default-group-{self._local.epoch}"
+                path = directory.reach(f"default-group-{self._local.epoch}")
             store = dist.FileStore(str(path), top.world_size)
         device: int | None = None
         if self._may_use_nccl(self._placement.host_of.values()):

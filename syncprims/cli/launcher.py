@@ -37,7 +37,7 @@ from syncprims._system import processes
 from syncprims._system.host import free_port, most_processes
 from syncprims._world.launchers import detect, make_rank_variables
 from syncprims._world.registry import find_end_recorder
-from syncprims._world.scratch import scratch_directory
+from syncprims._world.scratch import Scratch, scratch_directory
 from syncprims._world.settings import EPOCH_NOTE, STOP_NOTE
 from syncprims.errors import ConfigurationError, Failure, SyncError
 
@@ -88,7 +88,7 @@ def launch(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
     ):
         processes.adopt_orphans()  # so that what ranks leave behind is found
         stack.callback(processes.adopt_orphans, False)
-        return launcher.run(scratch, guard)
+        return launcher.run(scratch.path, guard)
 
 
 @contextlib.contextmanager
@@ -122,7 +122,7 @@ class _Guard(NamedTuple):
 
 
 @contextlib.contextmanager
-def _guard(scratch: Path) -> Generator[_Guard]:
+def _guard(scratch: Scratch) -> Generator[_Guard]:
     """Run a guard during the block. It is forked here, before there is any thread."""
     reader, writer = os.pipe()
     launcher = os.getpid()
@@ -148,7 +148,7 @@ def _guard(scratch: Path) -> Generator[_Guard]:
         os.waitpid(pid, 0)
 
 
-def _stand_guard(reader: int, scratch: Path, launcher: int) -> None:
+def _stand_guard(reader: int, scratch: Scratch, launcher: int) -> None:
     """Wait for the end of the launcher; if it was killed, end what it has started.
 
     A signal that comes here was meant for the launcher.
@@ -170,13 +170,13 @@ def _stand_guard(reader: int, scratch: Path, launcher: int) -> None:
         said += part
     if said.endswith(b"."):
         return
-    processes.end_processes(scratch)
+    processes.end_processes(scratch.path)
     for pid in said.rpartition(b"\n")[2].split():
         # On Linux, the system has ended the ranks: a leader that lives is of another group.
         if sys.platform != "linux" or processes.stat_fields(int(pid))[:1] in ([], [b"Z"]):
             with contextlib.suppress(OSError):
                 os.killpg(int(pid), signal.SIGKILL)
-    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.remove()
 
 
 # -- the ranks ------------------------------------------------------------------------------------

@@ -65,7 +65,8 @@ class _Job(NamedTuple):
 
 def run_processes(spec: WorldSpec, output: RankOutput | None) -> WorldRun:
     """Run a world of processes, and return how it went."""
-    with scratch_directory("test") as folder:
+    with scratch_directory("test") as scratch:
+        folder = scratch.path
         (folder / "board").mkdir(mode=0o700)
         job = _Job(spec, folder, _make_environ(spec, folder), os.getpid())
         workers = [_Worker(job, rank) for rank in range(spec.ranks)]

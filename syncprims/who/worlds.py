@@ -444,7 +444,7 @@ def _inside(path: Path) -> list[Path]:
 
 def launcher_of(path: str) -> int | None:
     """Return the process whose launch a world is a part of; None if it is of none."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        scratch = Path(path).parents[3]  # of RESTART/board/RUN/WORLD
-        return int((scratch / LOCK).read_text().split()[0])
+    for scratch in Path(path).parents[3:5]:  # of RESTART/board/RUN/WORLD, maybe one deeper
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            return int((scratch / LOCK).read_text().split()[0])
     return None

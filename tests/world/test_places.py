@@ -57,15 +57,17 @@ START = {
 }
 
 
-def start(user: bool, mounts: str, how: str, before: str = "", space: str = "-m") -> str:
-    """Start ranks in this way, after these mounts and commands; return what is said, or nothing."""
+def call(
+    user: bool, mounts: str, how: str, before: str = "", space: str = "-m"
+) -> subprocess.CompletedProcess[str]:
+    """Start ranks in this way, after these mounts and commands."""
     program = f"import os, sys; import syncprims as sp\n{START[how]}\n"
     environ = {k: v for k, v in clean_environ().items() if k not in ("TMPDIR", "XDG_RUNTIME_DIR")}
     script = (
         f"{BEGIN}echo \"import syncprims as sp; sp.barrier()\" > /mnt/rank.py\n{mounts}"
         f'exec {AS_USER * user}sh -c \'{before}\nexec "$0" -c "$PROGRAM"\' "$PYTHON"'
     )  # fmt: skip
-    done = subprocess.run(
+    return subprocess.run(
         ["unshare", *space.split(), "sh", "-c", script],
         env={
             **environ, "HOME": "/mnt", "USER": str(USER if user else 0), "PYTHON": sys.executable,
@@ -73,6 +75,11 @@ def start(user: bool, mounts: str, how: str, before: str = "", space: str = "-m"
         },
         capture_output=True, text=True, check=False,
     )  # fmt: skip
+
+
+def start(user: bool, mounts: str, how: str, before: str = "", space: str = "-m") -> str:
+    """Start ranks as :func:`call`, and return what is said if they fail."""
+    done = call(user, mounts, how, before, space)
     said = done.stdout + done.stderr
     if done.returncode == 0:
         return ""
@@ -90,13 +97,13 @@ def advice(said: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("how", [soak("run"), "world", "by hand"])
-@pytest.mark.parametrize("user", [False, soak(True)], ids=["root", "user"])
-@pytest.mark.parametrize("tmp", [soak("mode=1777"), "mode=777", soak("ro")])
-@pytest.mark.parametrize("shm", ["777", *map(soak, SHM.keys() - {"777"})])
+@pytest.mark.parametrize("how", ["run", soak("world"), "by hand"])
+@pytest.mark.parametrize("user", [soak(False), True], ids=["root", "user"])
+@pytest.mark.parametrize("tmp", [soak("mode=1777"), soak("mode=777"), "ro"])
+@pytest.mark.parametrize("shm", ["755", *map(soak, SHM.keys() - {"755"})])
 def test_places(shm: str, tmp: str, user: bool, how: str) -> None:
     said = start(user, SHM[shm] + TMP[tmp], how)
-    works = shm == "1777" or tmp == "mode=1777" or (shm == "755" and not user)
+    works = "777" in shm or tmp != "ro" or (shm == "755" and not user)
     if (shm, tmp, user, how) == ("absent", "ro", False, "by hand"):
         works = True  # root makes /dev/shm
     if shm == "full" and how == "by hand":
@@ -109,14 +116,36 @@ def test_places(shm: str, tmp: str, user: bool, how: str) -> None:
             assert not start(user, SHM[shm] + TMP[tmp], how, command), command
 
 
-@pytest.mark.parametrize("tmp", ["mode=1777", soak("ro")])
-@pytest.mark.parametrize("user", [True, soak(False)], ids=["user", "root"])
-def test_volumes_of_a_pod(user: bool, tmp: str) -> None:
-    """The mounts of docs/how-to/kubernetes.md, in a container with one user, and with a root."""
+@pytest.mark.parametrize("tmp", ["mode=777", soak("ro")])
+@pytest.mark.parametrize("space", ["-mi", soak("-mpi --fork --mount-proc")])  # are pids shared
+@pytest.mark.parametrize("user", [True, False], ids=["user", "root"])
+def test_volumes_of_a_pod(user: bool, space: str, tmp: str) -> None:
+    """The mounts of docs/how-to/kubernetes.md, and nothing else to which anybody may write."""
     for how in START:
-        said = start(user, SHM["2777"] + TMP[tmp], how, space="-mpi --fork --mount-proc")
-        assert not said or (tmp == "ro" and not user), said
-        assert not said or not start(user, SHM["2777"] + TMP[tmp], how, advice(said)[0])
+        assert not start(user, SHM["2777"] + TMP[tmp], how, space=space)
+
+
+RENAMES = """
+import subprocess, syncprims as sp
+sp.barrier()
+if sp.is_main():
+    subprocess.run(["setpriv", "--reuid=12345", "--clear-groups", "sh", "-ec",
+        "cd /dev/shm; top=$(echo syncprims-run-*); mv $top was; ln -s /mnt/precious $top"],
+        check=True)
+    raise ValueError("after the swap")
+sp.barrier()
+"""
+
+
+def test_what_another_user_renames_in_a_volume_changes_nothing() -> None:
+    """Neither what the ranks report, nor what is removed in the end."""
+    mounts = "mkdir /mnt/precious; touch /mnt/precious/file\n"
+    mounts += f"cat > /mnt/rank.py <<'END'{RENAMES}END\n"
+    look = '"$0" -c "$PROGRAM"; code=$?; ls /dev/shm/was /mnt/precious; exit $code'
+    done = call(False, SHM["777"] + TMP["ro"] + mounts, "run", look)
+    assert done.returncode == 1, done.stderr
+    assert "rank 0 failed first (exit code 1): ValueError: after the swap" in done.stderr
+    assert done.stdout == "/dev/shm/was:\n\n/mnt/precious:\nfile\n"
 
 
 @pytest.mark.parametrize("backend", ["file", "torch"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from support.intruders import Victim, as_intruder, needs_root
 
 # What killed launches leave, without a launch for each case.
 from syncprims import ConfigurationError
@@ -25,19 +27,20 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_directory_is_private_and_goes_with_its_content(place: Path) -> None:
-    with scratch_directory("run") as path:
+    with scratch_directory("run") as made:
+        path = made.path
         assert path.parent == place
         assert path.stat().st_mode & 0o077 == 0
         (path / "inner").mkdir()
         with scratch_directory("run", path / "inner") as inner:
-            assert inner.parent == path / "inner"
-        assert not inner.exists()
+            assert inner.path.parent == path / "inner"
+        assert not inner.path.exists()
     assert not any(place.iterdir())
 
 
-@pytest.mark.parametrize(("above", "works"), [(0o700, True), (0o711, False), (0o755, False)])
-def test_a_place_for_a_group_will_do_where_no_other_user_comes(
-    above: int, works: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("above", "closed"), [(0o700, True), (0o711, False), (0o755, False)])
+def test_a_place_for_a_group_needs_no_path_of_its_own_where_no_other_user_comes(
+    above: int, closed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a umask of 002 makes it; what is above pytest's own directories is closed."""
     with tempfile.TemporaryDirectory() as top:
@@ -46,12 +49,76 @@ def test_a_place_for_a_group_will_do_where_no_other_user_comes(
         place.chmod(0o775)
         Path(top).chmod(above)
         monkeypatch.setattr(scratch, "list_common_places", lambda: [place])
-        if works:
-            with scratch_directory("run") as path:
-                assert path.parent == place
+        if closed or Path("/proc/self/fd").exists():
+            with scratch_directory("run") as made:
+                assert (made.path.parent == place) == closed
+                assert place in made.path.resolve().parents
         else:
             with pytest.raises(ConfigurationError, match=r"mode 0775.*mktemp -d"):
                 scratch_directory("run").__enter__()
+
+
+@pytest.fixture
+def volume(monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
+    """The only place for scratch directories, and all users can rename what is in it."""
+    with tempfile.TemporaryDirectory() as top:  # not pytest's, which no other user can reach
+        Path(top).chmod(0o755)
+        path = Path(top, "volume")
+        path.mkdir()
+        path.chmod(0o777)
+        monkeypatch.setattr(scratch, "list_common_places", lambda: [path])
+        scratch._remove_dead.cache_clear()
+        yield path
+
+
+def replace_by(kind: str, top: Path, victim: Victim) -> None:
+    """Replace `top` as another user of the volume that `victim` is in can do it."""
+    top.rename(top.with_name("was"))
+    if kind == "link":
+        top.symlink_to(victim.folder)
+    elif kind == "theirs":
+        top.mkdir()
+    else:
+        victim.folder.rename(top)
+
+
+KINDS = pytest.mark.parametrize("kind", ["link", "theirs", "another of ours"])
+
+
+@needs_root
+@KINDS
+def test_what_others_put_in_its_place_is_neither_used_nor_removed(kind: str, volume: Path) -> None:
+    victim = Victim(volume / "victim")
+    with scratch_directory("run") as made:
+        (made.path / "inner").mkdir()
+        as_intruder(lambda: replace_by(kind, made.top, victim))
+        (made.path / "inner" / "report").write_text("ours")
+        assert (volume / "was" / made.top.name / "inner" / "report").read_text() == "ours"
+        assert made.path.samefile(volume / "was" / made.top.name)
+    if kind == "another of ours":
+        victim.folder = made.top
+    victim.check()
+    assert not list((volume / "was").iterdir())
+
+
+@needs_root
+@KINDS
+def test_what_others_put_there_before_it_is_open_is_refused(
+    kind: str, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, make = Victim(volume / "victim"), tempfile.mkdtemp
+
+    def make_and_lose(prefix: str, dir: Path) -> str:
+        path = make(prefix=prefix, dir=str(dir))
+        as_intruder(lambda: replace_by(kind, Path(path), victim))
+        if kind == "another of ours":
+            victim.folder = Path(path)
+        return path
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
+    with pytest.raises(ConfigurationError, match="there is no place for temporary files"):
+        scratch_directory("run").__enter__()
+    victim.check()
 
 
 def test_those_of_killed_processes_are_removed_and_no_others(place: Path) -> None:
@@ -73,5 +140,5 @@ def test_those_of_killed_processes_are_removed_and_no_others(place: Path) -> Non
         assert not dead.exists()
         scratch._remove_dead.cache_clear()
         with scratch_directory("run"):
-            assert living.exists()
+            assert living.path.exists()
     assert {path.name for path in place.iterdir()} == left

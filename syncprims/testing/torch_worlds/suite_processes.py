@@ -101,7 +101,7 @@ class SuiteProcesses(Suites):
         """Serve the processes that are started from now on, without these filters of warnings."""
         super().__init__()
         self._filters = filters
-        self._folder = self._undo.enter_context(scratch_directory("suites"))
+        self._folder = self._undo.enter_context(scratch_directory("suites")).path
         (self._folder / _LOG).touch()
         self._serve_pools()
         self._serve_spawn()
