@@ -16,6 +16,7 @@ from collections.abc import Generator
 from pathlib import Path, PurePath
 
 from syncprims._system.places import (
+    find_outer_user,
     find_weakness,
     is_closed,
     is_trusted,
@@ -40,20 +41,27 @@ def base_path(settings: Settings) -> Path:
 
 
 def default_base(runtime_directory: str | None) -> Path:
-    """Return where runs meet by default: in memory if possible, and private to the user."""
+    """Return where runs meet by default: in memory if possible, and private to the user.
+
+    If another user has made a directory of that name, it is in the next place.
+    """
     own = Path(runtime_directory or "/")
-    if runtime_directory and _may_host(own) and own.stat().st_uid == os.geteuid():
+    if runtime_directory and _may_host(own / "syncprims") and own.stat().st_uid == os.geteuid():
         return own / "syncprims"
-    places = list_common_places()
+    name = f"syncprims-{find_outer_user()}"
+    places = [place / name for place in list_common_places()]
     # If none will do, to open one that is there says why.
-    there = next(filter(Path.exists, places), places[0])
-    parent = next(filter(_may_host, places), there)
-    return parent / f"syncprims-{os.geteuid()}"
+    there = next((place for place in places if place.parent.exists()), places[0])
+    return next(filter(_may_host, places), there)
 
 
 def _may_host(path: Path) -> bool:
     try:
-        return not find_weakness(path, modes=False) and os.access(path, os.W_OK | os.X_OK)
+        if find_weakness(path.parent, modes=False) or not os.access(path.parent, os.W_OK | os.X_OK):
+            return False
+        return path.lstat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return path.parent.exists()
     except OSError:
         return False
 

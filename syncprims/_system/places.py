@@ -54,6 +54,20 @@ def is_trusted(owner: int, apart: bool) -> bool:
     return apart and (owner == Path("/").stat().st_uid or owner == _hidden_root())
 
 
+def find_outer_user() -> int:
+    """Return the number that this user has outside of its user namespace, as far as it is known.
+
+    Containers that share a place have it in common, while each calls its own user 0.
+    """
+    user = os.geteuid()
+    with contextlib.suppress(OSError, ValueError):  # not Linux
+        for line in Path("/proc/self/uid_map").read_text().splitlines():
+            inside, outside, count = map(int, line.split())
+            if inside <= user < inside + count:
+                return outside + user - inside
+    return user
+
+
 def _hidden_root() -> int | None:
     """Return the number that the root user of the host has here, if this namespace hides it."""
     try:

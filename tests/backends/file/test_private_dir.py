@@ -7,8 +7,10 @@ import fcntl
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Generator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -27,9 +29,10 @@ from support.intruders import (
     outcome_of,
     start_intruder,
 )
-from support.rank_worlds import Kind, Ranks
+from support.rank_worlds import Kind, Ranks, environment, fork
 
 # The backend is imported before the ranks are forked.
+from syncprims._system.processes import load_libc
 from syncprims._world.registry import load_backend
 
 pytestmark = needs_root
@@ -189,6 +192,59 @@ def test_memory_of_another_user_is_no_default(
     os.chown(place.common, OTHER_USER, OTHER_USER)  # root's session inherits another's, as with su
     assert place.common not in default_base(str(place.common)).parents
     assert default_base("/proc/nowhere") == default_base(None)
+
+
+def test_what_another_user_has_made_first_is_passed_over(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_backend("file")
+    module = import_module("syncprims.backends.file.private_dir")
+    next_place = place.common / "next"
+    next_place.mkdir(mode=0o1777)
+    monkeypatch.setattr(module, "list_common_places", lambda: [place.common, next_place])
+    base = module.default_base(None)
+    assert base.parent == place.common
+    as_intruder(base.mkdir)
+    assert module.default_base(None) == next_place / base.name
+    base.rmdir()
+    as_intruder(lambda: base.symlink_to(place.victim.folder))
+    assert module.default_base(None) == next_place / base.name
+
+
+REFUSED = 77  # exit code of a child that gets no user namespace
+
+
+def join_in_container_of(user: int) -> None:
+    """Join as the root of a user namespace in which nobody but this user exists."""
+    assert attempt() == "joined"  # afterwards this process cannot read all that it would load
+    os.environ |= {"SYNCPRIMS_RUN_ID": "inside"}
+    libc = load_libc()
+    os.setuid(user)
+    libc.prctl(4, 1)  # PR_SET_DUMPABLE: so that its files in /proc are its own
+    if libc.unshare(0x10000000):  # CLONE_NEWUSER
+        os._exit(REFUSED)
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1\n")
+    assert os.geteuid() == 0
+    assert attempt() == "joined"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="user namespaces are of Linux")
+def test_containers_of_several_users_share_a_place() -> None:
+    """As ranks by hand in rootless containers with --ipc=host: each user is its own root there."""
+    variables = environment(Kind("file", 1), 0, Path("/nowhere"), "before")
+    del variables["SYNCPRIMS_DIR"]
+    users = [os.getpid() + number for number in (1 << 24, 1 << 25)]  # of no other test
+    try:
+        for user in users:
+            pid = fork(partial(join_in_container_of, user), variables)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            if code == REFUSED:
+                pytest.skip("this system refuses user namespaces")
+            assert code == 0
+    finally:
+        for user in users:
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"/dev/shm/syncprims-{user}").rmdir()
 
 
 def test_own_directories_with_a_loose_mode_are_refused(place: Place) -> None:
