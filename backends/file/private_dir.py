@@ -370,7 +370,9 @@ def cure_for(error: OSError) -> str:
             "raise the limit of open files (ulimit -n): a rank needs one for each other rank, and "
             "20 more"
         )
-    if error.errno in (*_NO_ROOM, errno.EFBIG):
+    if error.errno == errno.EFBIG:
+        return "raise the limit of the size of files (ulimit -f)"
+    if error.errno in _NO_ROOM:
         return "free some space, or set SYNCPRIMS_DIR to a place with more"
     return "set SYNCPRIMS_DIR to another place"
 

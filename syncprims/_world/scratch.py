@@ -68,6 +68,8 @@ def _make(purpose: str, inside: Path | None, stack: contextlib.ExitStack) -> Scr
         except OSError as error:
             stack.close()
             why = error.strerror or str(error)
+            if error.errno == errno.EFBIG:
+                why += ": raise the limit of the size of files, ulimit -f"
         tried.append(f"{place} ({why})")
     raise ConfigurationError(
         f"there is no place for temporary files, tried {' and '.join(tried)}; make a directory of "

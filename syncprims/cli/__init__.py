@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -45,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say(f"{name}: interrupted\n")
         return 130
-    except BrokenPipeError:
-        return 141
     except OSError as error:  # a full disk
+        if error.errno == errno.EPIPE:
+            return 141
         say(f"{name}: {error}\n")
         return 1
     finally:

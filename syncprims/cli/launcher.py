@@ -42,7 +42,7 @@ from syncprims._world.settings import EPOCH_NOTE, STOP_NOTE
 from syncprims.errors import ConfigurationError, Failure, SyncError
 
 from .options import LaunchPlan
-from .output import Output, Source
+from .output import Output, OutputLost, Source
 from .who import describe_run
 
 GRACE = 5.0  # seconds between a failure and SIGTERM, and between SIGTERM and SIGKILL
@@ -70,7 +70,8 @@ def launch(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
     If a rank fails, all are started again, at most as often as the plan says.
 
     :raises ConfigurationError: if the system allows fewer processes, or files, than the ranks need.
-    :raises OSError: if all ranks succeeded, and part of their output was lost.
+    :raises OutputLost: if all ranks succeeded, and part of their output was lost.
+    :raises OSError: if the system refuses what a start needs.
     """
     most, limit = most_processes(2 if plan.options.log_dir is None else 4)
     if plan.ranks > most:
@@ -131,6 +132,8 @@ def _guard(scratch: Scratch) -> Generator[_Guard]:
     try:
         pid = os.fork()
     except OSError as error:
+        if error.errno not in _LIMITS:
+            raise
         raise ConfigurationError(f"no process can be started: {error.strerror}; {_CURE}") from error
     if not pid:
         try:
@@ -382,7 +385,7 @@ class _Launcher:
             return STOPPED if saved else 128 + self._received[0]
         if (error := self._output.error) is not None:
             why = f"all ranks succeeded, but their output is lost: {error.strerror}"
-            raise OSError(error.errno, why)
+            raise OutputLost(error.errno, why)
         return 0
 
     def _run_once(self, folder: Path, guard: _Guard) -> None:

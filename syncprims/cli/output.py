@@ -31,6 +31,10 @@ _UNREAD = 5.0  # seconds for which the launcher, once it is asked to end, waits 
 _ERASE = b"\r\x1b[K"  # the line of the cursor, on a terminal
 
 
+class OutputLost(OSError):
+    """All ranks have succeeded, and part of their output could not be written."""
+
+
 @dataclass(eq=False)
 class Source:
     """One stream of one rank."""

@@ -13,8 +13,8 @@ Everything after the script belongs to the script. Flags override the file.
 
 exit code: 0 if all ranks succeeded, else that of the rank that failed first; 75 if SIGTERM stopped
 the run and all ranks ended with 0; 128 + n if signal n killed a rank or stopped the run; 2 if the
-command line or the environment is wrong; if all ranks succeeded and their output was lost, 1 for a
-full disk, 141 for a closed pipe.
+command line or the environment is wrong, or the system refuses the start; if all ranks succeeded
+and their output was lost, 1 for a full disk, 141 for a closed pipe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ import argparse
 import contextlib
 import os
 import re
+import stat
 import sys
+import traceback
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -33,11 +35,12 @@ from typing import Any
 from syncprims._system.host import count_processors, find_visible_gpus
 from syncprims._world.registry import BY_TORCH, load_backend
 from syncprims._world.settings import read_settings
-from syncprims.errors import BackendUnavailable, ConfigurationError, install
+from syncprims.errors import BackendUnavailable, ConfigurationError, SyncError, install
 from syncprims.interface import Topology
 
 from .console import CommandParser
 from .options import LaunchPlan, Options, add_options, flag_of, read_file, values_of
+from .output import OutputLost
 
 _UNSET = "drop the flag, or unset that variable, which comes from the environment"
 
@@ -49,7 +52,27 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start the ranks and return the exit code, or replace this process by torchrun."""
+    """Start the ranks and return the exit code, or replace this process by torchrun.
+
+    :raises ConfigurationError: if the system refuses what a start needs, among other reasons.
+    """
+    try:
+        return _run(options)
+    except (SyncError, OutputLost):  # some of ours are an OSError, too
+        raise
+    except OSError as error:
+        # Without the name of a file, the line of the call says what was tried.
+        call = traceback.extract_tb(error.__traceback__)[-1]
+        tried = f"`{call.line}` in {call.filename}:{call.lineno}"
+        tried = tried if error.filename is None else repr(str(error.filename))
+        cure = "see that it is there, and that its disk and limits (ulimit -a) have room"
+        if isinstance(error, PermissionError):
+            cure = f"let user {os.geteuid()} do this, unless a sandbox refuses it (seccomp)"
+        what = f"the ranks cannot be started: {error.strerror}: {tried}"
+        raise ConfigurationError(f"{what}; {cure}") from error
+
+
+def _run(options: argparse.Namespace) -> int:
     flags = values_of(options)
     file = read_file(options.config) if options.config else {}
     environ: Mapping[str, str] = options.environ
@@ -83,7 +106,11 @@ def _check_script(options: Options, shared: bool) -> None:
     if re.fullmatch(r"python[\d.]*t?", Path(script).name):
         what = f"{script} is no script: name the script without Python, which starts it in any case"
         raise ConfigurationError(what)
-    if script == "-" or Path(script).exists():
+    if script == "-":
+        return
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if stat.S_ISREG(Path(script).stat().st_mode):  # else a directory, or a pipe to read once
+            Path(script).open("rb").close()
         return
     hint = f"; is it a module, -m {script}?"
     if script.endswith(".py"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -152,6 +153,61 @@ def test_devices_that_are_not_there_are_told(tmp_path: Path, clean: dict[str, st
     done = call("run", "--gpus", "0", "job.py", env=clean, cwd=tmp_path)
     assert done.returncode == 1
     assert "backend 'nccl' needs a CUDA device, and rank 0 has none" in done.stderr
+
+
+#: Lets the system refuse the calls with these numbers, by a filter of seccomp(2).
+SECCOMP = """
+import ctypes, struct
+code = [(32, 0, 0, 0)]  # loads the number of a call
+for number in {numbers}: code += [(21, 0, 1, number), (6, 0, 0, 0x50001)]  # compare; EPERM
+code = b"".join(struct.pack("HBBI", *one) for one in [*code, (6, 0, 0, 0x7FFF0000)])  # allow
+buffer = ctypes.create_string_buffer(code)
+libc = ctypes.CDLL(None)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(
+    22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer)), 0, 0
+):
+    sys.exit("no seccomp")
+"""
+PIPES = {"x86_64": (22, 293), "aarch64": (59,)}
+
+
+@pytest.mark.parametrize(
+    ("before", "code", "told"),
+    [
+        (
+            "sys.executable = '/nowhere/python'",
+            2,
+            r"No such file.*: '/nowhere/python'; see that it",
+        ),
+        ("os.chmod('job.py', 0); os.getuid() or os.setuid(65534)", 2, "denied: 'job.py'; let user"),
+        ("resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))", 2, r"tried .*too large.*ulimit -f"),
+        ("resource.setrlimit(resource.RLIMIT_FSIZE, (999, 999))", 1, r"File too large.*ulimit -f"),
+        (
+            SECCOMP,
+            2,
+            r"Operation not permitted: `reader, writer = os.pipe\(\)` in .*launcher.py:\d+; ",
+        ),
+    ],
+    ids=["interpreter", "script", "no files", "small files", "seccomp"],
+)
+def test_a_start_that_the_system_refuses_says_what_was_tried(
+    before: str, code: int, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "job.py").write_text("import syncprims\nsyncprims.barrier()\n")
+    if before == SECCOMP:
+        if sys.platform != "linux" or platform.machine() not in PIPES:
+            pytest.skip("has the numbers of system calls on Linux only")
+        before = SECCOMP.replace("{numbers}", str(PIPES[platform.machine()]))
+    # What another user could not load is loaded before.
+    program = "import os, resource, sys, syncprims.backends.file.backend\n"
+    program += f"from syncprims.cli import main, parser\nparser()\n{before}\n"
+    program += "sys.exit(main(['run', '-n1', 'job.py']))"
+    done = run_python("-c", program, cwd=tmp_path)
+    if "no seccomp" in done.stderr:
+        pytest.skip("this system has no seccomp")
+    assert done.returncode == code, done.stderr
+    assert re.search(f"syncprims.*{told}", done.stderr), done.stderr
+    assert code == 1 or "Traceback" not in done.stderr
 
 
 def test_an_unwritable_output_is_no_traceback(tmp_path: Path, clean: dict[str, str]) -> None:
