@@ -13,6 +13,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
+# Without torch, its error says what to install.
+import syncprims.training  # noqa: F401 # pyright: ignore[reportUnusedImport]
+
 from . import accelerator, utils
 from . import data_loader as data_loader
 from . import logging as logging

@@ -11,7 +11,14 @@ A call that differs between ranks, a rank that does not come and one that dies r
 
 from __future__ import annotations
 
-import torch as torch  # first: it may call `register`, which imports modules of this package
+from importlib.util import find_spec
+
+from syncprims.errors import install as _install
+
+if find_spec("torch") is None:
+    raise ImportError(f"syncprims.c10d needs torch: {_install('torch')}")
+
+import torch as torch  # before ours: it may call `register`, which imports modules of this package
 
 from _syncprims_c10d import register
 

@@ -38,11 +38,20 @@ def test_a_world_of_one_stays_light() -> None:
     assert not {"torch", "numpy", "filelock", "tqdm", "importlib.metadata", "socket"} & loaded
 
 
-def test_training_says_that_it_needs_torch() -> None:
-    probe = "import sys\nsys.modules['torch'] = None\nimport syncprims.training"
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [
+        ("training", "training"),
+        ("accelerate.utils", "training"),
+        ("accelerate", "training"),
+        ("c10d", "c10d"),
+    ],
+)
+def test_a_package_says_that_it_needs_torch(module: str, package: str) -> None:
+    probe = f"import sys\nsys.modules['torch'] = None\nimport syncprims.{module}"
     done = run_python("-c", probe)
     assert done.returncode == 1
     assert done.stderr.endswith(
-        "ImportError: syncprims.training needs torch: pip install '.[torch]' in the checkout of "
-        "syncprims\n"
+        f"ImportError: syncprims.{package} needs torch: "
+        "pip install '.[torch]' in the checkout of syncprims\n"
     )
