@@ -184,6 +184,11 @@ def _cure(target: str, error: Exception) -> str:
         return "Install torch, or set SYNCPRIMS_BACKEND=file on one host"
     if sys.platform == "win32":
         return "It needs Linux or macOS; on Windows, use WSL, or SYNCPRIMS_BACKEND=single"
+    if getattr(sys, "frozen", False):
+        return (
+            "Backends are imported by name, so whatever has frozen this program has to be told: "
+            "pyinstaller --collect-submodules syncprims --copy-metadata syncprims"
+        )
     if target.startswith("syncprims."):
         return (
             "A bare checkout has no installed backends: run `pip install -e .` in it, and start "

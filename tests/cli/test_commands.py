@@ -210,6 +210,15 @@ def test_a_start_that_the_system_refuses_says_what_was_tried(
     assert code == 1 or "Traceback" not in done.stderr
 
 
+def test_a_frozen_program_says_what_its_builder_lacks(tmp_path: Path) -> None:
+    lacking = "sys.frozen, sys.modules['syncprims.backends.file.backend'] = True, None"
+    done = run_python(
+        "-c", f"import sys, syncprims\n{lacking}\nsyncprims.init('file')", cwd=tmp_path
+    )
+    assert "pyinstaller --collect-submodules syncprims --copy-metadata syncprims" in done.stderr
+    assert "pip install" not in done.stderr
+
+
 def test_an_unwritable_output_is_no_traceback(tmp_path: Path, clean: dict[str, str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
