@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -51,6 +52,16 @@ KINDS = [
     Kind("torch", 2),
     Kind("torch", 4, hosts=2),
 ]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give a session a directory for what torch, torchrun and killed processes leave in /tmp."""
+    if not hasattr(config, "workerinput"):  # workers of pytest-xdist inherit it
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        folder = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        Path(folder.name).chmod(0o755)  # other users come to some
+        os.environ["TMPDIR"] = tempfile.tempdir = folder.name
 
 
 def pytest_collection_finish() -> None:

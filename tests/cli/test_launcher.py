@@ -116,7 +116,12 @@ def test_a_module_and_its_backend(launches: Launches) -> None:
     ],
 )
 def test_every_ending_has_its_code(launches: Launches, source: str, code: int, how: str) -> None:
-    done = launches.run(f"{source}\nbarrier()\n")
+    # The others have some seconds from then on: on a loaded machine, Python may start no faster.
+    up = """
+    open(f"{__file__}-{os.environ['RANK']}", "w").close()
+    while not all(os.path.exists(f"{__file__}-{rank}") for rank in range(3)): time.sleep(0.01)
+    """
+    done = launches.run(f"{textwrap.dedent(up)}{source}\nbarrier()\n")
     assert done.code == code
     report = done.err[done.err.index("syncprims run:") :]
     assert report.startswith("syncprims run: rank 2 failed first (")
