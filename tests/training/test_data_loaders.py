@@ -1189,7 +1189,8 @@ def test_a_rank_without_a_part_of_the_last_split_batch_asks_no_more() -> None:
             sizes.append(len(batch))
             if number < 3:
                 syncprims.barrier()
-        assert loader.batch_sampler.batch_size == 3
+        batches: Any = loader.batch_sampler
+        assert batches.batch_size == 3
         return sizes
 
     assert run_world(program, 3, kind="threads") == [[1] * 4, [1] * 4, [1] * 3]
@@ -1211,7 +1212,8 @@ class Buckets:
 def test_results_of_batches_that_only_pad_are_left_out(form: str) -> None:
     def program() -> list[int]:
         job, found = new_job(), []
-        data: Any = DataLoader(torch.arange(11), batch_sampler=Buckets())
+        numbers: Any = torch.arange(11)
+        data: Any = DataLoader(numbers, batch_sampler=Buckets())
         if form == "time first":
             twice: Any = lambda items: torch.tensor(items).repeat(2, 1)  # noqa: E731
             data = DataLoader(Stream(10), batch_size=4, collate_fn=twice)

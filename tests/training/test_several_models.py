@@ -262,7 +262,7 @@ def test_parameters_that_came_after_prepare_are_averaged(way: str) -> None:
     else:
         model.requires_grad_(False).append(unit_model().requires_grad_(True))
     accumulator.backward(model(one(rank)).sum())
-    seen = syncprims.all_gather([p.grad.tolist() for p in model.parameters() if p.requires_grad])
+    seen = syncprims.all_gather([slope(p) for p in model.parameters() if p.requires_grad])
     assert seen == [seen[0]] * syncprims.get_world_size()
 
 
@@ -330,8 +330,8 @@ def test_an_optimizer_of_no_known_model_follows_the_last_window(
     def program() -> tuple[list[float], list[int]]:
         accumulator, head = Accumulator(4 if flushed else 2), unit_model()
         model = prepare(unit_model(), accumulator=accumulator)
-        optimizers = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (model, head)]
-        optimizers = list(prepare(*optimizers, accumulator=accumulator))
+        plain = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (model, head)]
+        optimizers: list[Any] = list(prepare(*plain, accumulator=accumulator))
         nn.init.ones_(model.weight)
         nn.init.ones_(head.weight)
 
@@ -350,7 +350,6 @@ def test_an_optimizer_of_no_known_model_follows_the_last_window(
         if flushed:
             accumulator.flush()
             step()
-        steps: list[Any] = [optimizer.steps_taken for optimizer in optimizers]
-        return numbers(model) + numbers(head), steps
+        return numbers(model) + numbers(head), [one.steps_taken for one in optimizers]
 
     assert run_world(program, 1, kind="threads") == [([-1.0, -1.0], [1, 1])]

@@ -174,6 +174,8 @@ def test_a_thread_that_has_failed_is_named(scripts: Scripts) -> None:
     assert ended[1].code == 3
     assert "| SystemExit: 3" in ended[0].err
     assert "| thread 'loader' has failed: ValueError: bad shard" in ended[0].err
+
+
 #: What keeps a rank whose script has ended, until the others make a file, and how it is named.
 KEEPERS = {
     "a thread": ("threading.Thread(target=work, name='uploader').start()", "thread 'uploader'"),
