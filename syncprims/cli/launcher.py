@@ -60,6 +60,7 @@ _LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 _CURE = "start fewer ranks, or raise the limit: ulimit -n (files), ulimit -u (processes)"
 _LONGEST_LINE = 400  # characters of a cause in a line
 _TRACEBACK = re.compile(r"( *[|+] .*)?Traceback \(most recent call last\):")
+_PREFIX = re.compile(r"\[rank\d+\]: ")  # of each line of torch's own report
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")  # the line that ends one
 _TAIL = 30  # lines of a failed rank's stderr to show again
 
@@ -258,10 +259,10 @@ class _RankProcess:
     @property
     def follows(self) -> bool:
         """Whether it failed only because another rank had failed, or all together."""
-        if self.failure is None:  # a script of torch alone: Gloo says so of a rank that is lost
-            said = " ".join(self.tail)
-            return "/gloo/transport/" in said and " by peer" in said
-        return self.failure.consequence
+        said = " ".join(self.tail) if self.failure is None else self.failure.message
+        if "/gloo/transport/" in said and " by peer" in said:  # Gloo says so of a rank that is lost
+            return True
+        return self.failure is not None and self.failure.consequence
 
     @property
     def kind(self) -> str:
@@ -271,7 +272,7 @@ class _RankProcess:
     @property
     def cause(self) -> Failure | None:
         """What it has reported; else the traceback that ends its stderr, if it ends with a code."""
-        lines = list(self.tail)
+        lines = [_PREFIX.sub("", line) for line in self.tail]
         while lines and not _TRACEBACK.match(lines[0]):
             del lines[0]
         if self.failure is None and (self.status or 0) > 0 and lines and _RAISED.match(lines[-1]):

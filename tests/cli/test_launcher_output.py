@@ -251,19 +251,23 @@ def test_what_a_rank_handles_is_no_cause_beside_one(launches: Launches) -> None:
     assert "rank 1 failed first (exit code 1): ValueError: bad shard 7" in launches.run(source).err
 
 
-def test_a_rank_that_gloo_has_lost_is_the_cause(launches: Launches) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_rank_that_gloo_has_lost_is_the_cause(alone: bool, launches: Launches) -> None:
     source = """
-    import torch.distributed as dist
-    dist.init_process_group("gloo")
-    try:
-        if dist.get_rank() == 2: raise ValueError("bad shard 7")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+try:
+    if dist.get_rank() == 2: raise ValueError("bad shard 7")
+    dist.barrier()
+finally:
+    dist.destroy_process_group()
+"""
+    if alone:  # without this library
+        source = f"os.execv(sys.executable, [sys.executable, '-c', {source!r}])"
     *others, first = [line for line in launches.run(source, n=3).report if "  | " not in line]
-    assert others == ["ranks 0-1: failed because of rank 2"]
-    assert first == "syncprims run: rank 2 failed first (exit code 1)"
+    kind = "failed" if alone else "RuntimeError"
+    assert others == [f"ranks 0-1: {kind} because of rank 2"]
+    assert first == "syncprims run: rank 2 failed first (exit code 1): ValueError: bad shard 7"
 
 
 @pytest.mark.parametrize("recorded", [False, True])
