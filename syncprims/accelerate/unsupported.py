@@ -21,11 +21,11 @@ _INSTEAD = {
     "communicationhook commhook commwrapper commstate": (
         "call register_comm_hook() of a prepared model that is in DDP"
     ),
-    "devicemap maxmemory maxlayer balancedmemory dispatchmodel hooktomodule hookfrommodule alignd"
+    "dispatchbatches": "give DataLoaderConfiguration(dispatch_batches=...) to the Accelerator",
+    "devicemap maxmemory maxlayer balancedmemory dispatch hooktomodule hookfrommodule alignd"
     " devicesame totalbuffer moduleleaves withties fallback": _DEVICE_MAP,
     "xla downcast": "syncprims does not run on TPUs",
     "debugmode": "leave it out: calls of all ranks always compare shapes, dtypes and structures",
-    "dispatchbatches": "give DataLoaderConfiguration(dispatch_batches=...) to the Accelerator",
     "defaultdevice setdevice": "use `device`, which is set",
     "cpuaffinity": "bind each rank itself, by os.sched_setaffinity()",
     "offload": "leave it out: load_checkpoint_in_model() reads weights straight into the model",

@@ -343,7 +343,7 @@ def test_no_room_at_all_is_a_shared_failure(meeting_place: Path) -> None:
             try:
                 call(np.ones(1_000_000))
             except (OSError, sp.PeerFailed) as error:
-                said.append(f"{type(error).__name__}: {'SYNCPRIMS_DIR' in str(error)}")
+                said.append(f"{type(error).__name__}: {'ulimit -f' in str(error)}")
         sp.barrier()
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         return said, sp.all_reduce(np.ones(1_000_000))[0]

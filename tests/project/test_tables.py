@@ -32,6 +32,7 @@ from syncprims import barrier, interface
 from syncprims.cli import COMMANDS, main
 from syncprims.cli import parser as make_parser
 from syncprims.cli.options import OPTIONS, flag_of
+from syncprims.testing import run_world
 from syncprims.who import Finding, RankReport
 
 COMMAND_LINE = ROOT / "docs/command-line.md"
@@ -301,9 +302,13 @@ def test_keywords_of_the_logger(caplog: pytest.LogCaptureFixture) -> None:
     said = [spans(cell)[0] for cell in table("docs/reference.md", "keyword").column()]
     log = syncprims.get_logger("tables", "INFO")
     assert sorted(said) == sorted(re.findall(r"``(\w+=True)``", str(type(log).__doc__)))
-    with caplog.at_level(logging.INFO):
+
+    def program() -> None:
         for keyword in said:
             log.info("%s", keyword, **{keyword.partition("=")[0]: True})  # type: ignore[arg-type]
+
+    with caplog.at_level(logging.INFO):
+        run_world(program, 1, kind="threads")
     assert len(caplog.records) == len(said)
 
 
