@@ -31,12 +31,13 @@ def gather(tensor: object, *, name: str | None = None) -> Any:
     named = [(path, _as_items(leaf.detach())) for path, leaf in named_leaves(tensor)]
     kinds = [(path, str(leaf.dtype), list(leaf.shape[1:])) for path, leaf in named]
     rows = syncprims.all_gather((kinds, [leaf.cpu() for _, leaf in named]), name=name)
-    rows = [row for row in rows if any(map(len, row[1]))] or rows  # an empty one adds nothing
-    if any(kinds != rows[0][0] for kinds, _ in rows):
+    filled = [row for row in rows if any(map(len, row[1]))] or rows  # an empty one adds nothing
+    names = [[kind[:2] for kind in kinds] for kinds, _ in rows]
+    if any(one != names[0] for one in names) or any(k != filled[0][0] for k, _ in filled):
         what = "gather() of tensors that differ in structure, dtype, or beyond the first dimension"
         advice = "Pad them with pad_across_processes(), or gather objects."
         raise _mismatch(what, [kinds for kinds, _ in rows], advice)
-    joined = map(torch.cat, zip(*(leaves for _, leaves in rows), strict=True))
+    joined = map(torch.cat, zip(*(leaves for _, leaves in filled), strict=True))
     return map_tensors(lambda leaf: next(joined).to(leaf.device), tensor)
 
 

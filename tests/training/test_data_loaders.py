@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 import random
@@ -58,6 +59,7 @@ from syncprims.training import (
     to_device,
 )
 from syncprims.training.data.batch_shards import BatchShard, ShardPlan
+from syncprims.training.gathering import gather
 
 
 def dealt(length: int, size: int, ranks: int = 2, *, drop_last: bool = False, **how: bool) -> Any:
@@ -1224,3 +1226,15 @@ def test_results_of_batches_that_only_pad_are_left_out(form: str) -> None:
 
     count = 11 if form == "mixed sizes" else 10
     assert run_world(program, 2, kind="threads") == [[*range(count)]] * 2
+
+
+def test_what_is_gathered_is_alike_also_where_a_rank_has_no_items() -> None:
+    def program(empty: Any) -> Any:
+        return gather(torch.ones(2, 3) if syncprims.get_rank() else empty)
+
+    for empty in torch.ones(0, 3), torch.ones(0, 5):
+        seen = run_world(functools.partial(program, empty), 2, kind="threads")
+        assert [tuple(rows.shape) for rows in seen] == [(2, 3)] * 2
+    for other in [torch.ones(0, 3)], torch.ones(0, 3, dtype=torch.int64):
+        with pytest.raises(syncprims.RankMismatch, match=r"rank 1: .*float32"):
+            run_world(functools.partial(program, other), 2, kind="threads")
