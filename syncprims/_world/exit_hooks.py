@@ -170,7 +170,8 @@ class ExitHooks:
                 show(kind, error, trace)
 
     def _note_failed_thread(self, show: Callable[..., Any], end: Any, /) -> None:
-        if end.exc_value is not None and end.thread is not None:
+        is_normal = end.exc_type is SystemExit  # which ends a thread without a word
+        if end.exc_value is not None and end.thread is not None and not is_normal:
             headline = Failure.of(0, end.exc_value).headline[:200]
             self._thread_failure = f"thread {end.thread.name[:80]!r} has failed: {headline}"
             self._on_activity(self._thread_failure)
@@ -187,15 +188,15 @@ class ExitHooks:
             self._end(error)
         elif not self._ended.is_set():
             with contextlib.suppress(RuntimeError):  # no thread can be started any more
-                threading.Thread(target=self._tell_delay, name="syncprims-end", daemon=True).start()
+                threading.Thread(target=self._say_why, name="syncprims-end", daemon=True).start()
         join_threads()
 
-    def _tell_delay(self) -> None:
-        told = ""
+    def _say_why(self) -> None:
+        published = ""
         while not self._ended.wait(_LOOK_AGAIN):
             with contextlib.suppress(Exception):  # the process ends meanwhile
-                if (now := _what_keeps()) not in ("", told):
-                    told = now
+                if (now := _what_keeps()) not in ("", published):
+                    published = now
                     self._on_activity(f"its script has ended; {now}")
 
     def _exit_error(self) -> BaseException | None:
