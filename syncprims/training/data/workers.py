@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import signal
 import weakref
 from collections.abc import Callable
@@ -43,9 +44,13 @@ def end_with_rank(iterator: Any) -> None:
     """Let this rank end the workers of a loader's `iterator`, at the latest when it exits."""
     for worker in getattr(iterator, "_workers", ()):
         worker._popen.terminate = worker._popen.kill  # they take SIGTERM for another's
-    if not _running:
-        atexit.register(_end_all)  # after that of multiprocessing, so it runs before
+    _end_at_exit()
     _running.add(iterator)
+
+
+@functools.cache
+def _end_at_exit() -> None:
+    atexit.register(_end_all)  # after that of multiprocessing, so it runs before
 
 
 def _end_all() -> None:
