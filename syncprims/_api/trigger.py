@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -212,20 +212,6 @@ class Trigger:
             if signal.getsignal(signum) is on_signal:
                 signal.signal(signum, signal.SIG_DFL if previous is None else previous)
 
-        # A signal that comes to a child at once waits until it has the action of before.
-        masks: dict[int, set[int]] = {}  # of the threads that fork
-
-        def before_fork() -> None:
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signum])
-            masks[threading.get_ident()] = mask
-
-        def after_fork() -> None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop(threading.get_ident()))
-
-        def in_child() -> None:
-            restore()
-            after_fork()
-
         def on_exit() -> None:
             # Python takes the handler away before it has ended, and a process that ends after the
             # first signal must not be killed by the second.
@@ -235,9 +221,7 @@ class Trigger:
         signal.signal(signum, on_signal)
         atexit.register(on_exit)
         if sys.platform != "win32":
-            os.register_at_fork(
-                before=before_fork, after_in_parent=after_fork, after_in_child=in_child
-            )
+            _call_in_children(restore, signum)
 
     def _tell_launcher(self) -> None:
         """Leave a note for `syncprims run`, whose exit code says that the run was stopped."""
@@ -245,6 +229,26 @@ class Trigger:
         if self._stop_note is not None:
             with contextlib.suppress(OSError), open(self._stop_note, "wb"):  # noqa: PTH123
                 pass
+
+
+def _call_in_children(restore: Callable[[], None], signum: int) -> None:
+    """Call `restore` in each forked child; a signal that comes there before it, comes after it."""
+    import signal
+    import threading
+
+    masks: dict[int, set[int]] = {}  # of the threads that fork
+
+    def block() -> None:
+        masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, [signum])
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop(threading.get_ident()))
+
+    def in_child() -> None:
+        restore()
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=in_child)
 
 
 class SelfClearingTrigger(Trigger):
