@@ -186,7 +186,7 @@ def _cure(target: str, error: Exception) -> str:
         return "It needs Linux or macOS; on Windows, use WSL, or SYNCPRIMS_BACKEND=single"
     if getattr(sys, "frozen", False):
         return (
-            "Backends are imported by name, so whatever has frozen this program has to be told: "
+            "Backends are imported by name, and a frozen program has to include them: "
             "pyinstaller --collect-submodules syncprims --copy-metadata syncprims"
         )
     if target.startswith("syncprims."):
