@@ -65,14 +65,13 @@ def _what_keeps() -> str:
     if frame is None:
         return ""
     code, module = _outermost_frame(frame).f_code, _outermost_frame(frame).f_globals["__name__"]
-    if module == "threading":
-        return ""  # atexit functions are yet to come
-    if module != "multiprocessing.util":
+    if module not in ("threading", "multiprocessing.util", __name__):
         path = code.co_filename.rpartition("/")[2]
         return f"it is in atexit {code.co_qualname} ({path}:{code.co_firstlineno})"
-    children = getattr(sys.modules["multiprocessing.process"], "_children", ())
-    pids = ", ".join(str(child.pid) for child in sorted(children, key=lambda child: child.pid))
-    return f"it waits for process {pids}" if pids else "it waits until its Queue has been read"
+    children = getattr(sys.modules.get("multiprocessing.process"), "_children", ())
+    if pids := sorted(child.pid for child in children if not child.daemon):
+        return f"it waits for process {', '.join(map(str, pids))}"
+    return "it waits until its Queue has been read" if module == "multiprocessing.util" else ""
 
 
 class ExitHooks:
@@ -187,8 +186,11 @@ class ExitHooks:
         if (error := self._exit_error()) is not None:
             self._end(error)
         elif not self._ended.is_set():
-            with contextlib.suppress(RuntimeError):  # no thread can be started any more
+            try:
                 threading.Thread(target=self._say_why, name="syncprims-end", daemon=True).start()
+            except RuntimeError:  # Python 3.12 starts none any more
+                why = _what_keeps() or "it waits, or is in an atexit function"
+                self._on_activity(f"its script has ended; {why}")
         join_threads()
 
     def _say_why(self) -> None:

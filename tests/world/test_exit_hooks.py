@@ -199,6 +199,8 @@ KEEPERS = {
 @pytest.mark.parametrize("keeper", KEEPERS)
 def test_what_keeps_a_rank_whose_script_has_ended_is_named(scripts: Scripts, keeper: str) -> None:
     start, words = KEEPERS[keeper]
+    if sys.version_info[:2] == (3, 12) and "it " in words:  # no thread can look any more
+        words = "it waits, or is in an atexit function"
     ended = scripts.run(
         f"""
         import atexit, logging, multiprocessing, threading, syncprims.who
