@@ -104,7 +104,6 @@ class Recorder(Protocol):
     """What records all rounds of a world, as ``SYNCPRIMS_TRACE`` asks."""
 
     run: str  #: the name of the record; all ranks take that of one of them
-    topology: Topology
 
     def make_rounds(self, *args: Any) -> Rounds:
         """Return rounds that it records; the arguments are those of :class:`Rounds`."""
@@ -114,7 +113,10 @@ class Recorder(Protocol):
         """End the record of `board`, whose last round is over."""
 
     def open(self, run: str | None) -> None:
-        """Begin the file of `run`, or of a start that has failed."""
+        """Begin the file of `run`, or of a start that has failed, unless it is begun."""
+
+    def end_epoch(self, board: Board, left: Sequence[int]) -> None:
+        """End the record of all boards; of the processes at that of all ranks, these are left."""
 
     def leave(self, error: BaseException | None) -> None:
         """End the record: this rank leaves its world, because of `error` if that is given."""
@@ -215,7 +217,7 @@ class RunningWorld(World):
         super().__init__(backend_name, settings, topology, extras)
         self.backend = backend
         self._end = end  # called by the end of a `with` block
-        self._recorder = None if settings.trace is None else _make_recorder(settings, topology)
+        self._recorder = None if settings.trace is None else _make_recorder(settings, backend)
         if self.timeout is None and not backend.detects_death:
             self.timeout = BLIND_TIMEOUT
         self.decided = decided  #: a membership whose ranks have not met yet
@@ -342,7 +344,6 @@ class RunningWorld(World):
         self.topology = place_on_nodes(top, nodes)
         backend.topology = self.topology
         if recorder is not None:
-            recorder.topology = self.topology
             # One name for all: that of the first rank that has one.
             recorder.open(next(run for *_, run in joined if run is not None))
 
@@ -492,10 +493,7 @@ class RunningWorld(World):
             self._at_end.close()
         new = copy.copy(self)
         if self._recorder is not None:
-            run = self._recorder.run.partition("-epoch-")[0]
-            self._recorder.leave(None)
-            new._recorder = _make_recorder(self.settings, topology)
-            new._recorder.run = f"{run}-epoch-{epoch.number}"
+            self._recorder.end_epoch(self.rounds.board, epoch.processes)
         self.backend.enter(epoch.number, epoch.processes, topology)
         new._begin(topology, epoch.number, epoch.members[topology.rank].rounds)
         vars(self).update(vars(new))  # at once
@@ -542,7 +540,7 @@ def open_board(backend: Backend, members: Sequence[int], name: str) -> Board:
     return backend.board(members, name) if name else backend.board(members)
 
 
-def _make_recorder(settings: Settings, topology: Topology) -> Recorder:
+def _make_recorder(settings: Settings, backend: Backend) -> Recorder:
     """Return what records all rounds, as ``SYNCPRIMS_TRACE`` asks.
 
     :raises ConfigurationError: if this installation cannot trace.
@@ -554,7 +552,7 @@ def _make_recorder(settings: Settings, topology: Topology) -> Recorder:
             f"SYNCPRIMS_TRACE={settings.trace} asks for a trace, and this installation cannot "
             f"write one: {error}; install all of syncprims, or unset SYNCPRIMS_TRACE"
         ) from error
-    made: Recorder = recorder(settings.trace, settings.trace_limit, topology)
+    made: Recorder = recorder(settings.trace, settings.trace_limit, backend)
     return made
 
 

@@ -53,8 +53,11 @@ def run(options: argparse.Namespace) -> int:
     code, written = _write_files(analysis, options)  # before the output, whose pipe may be closed
     others = [name for name in folders if name != chosen]
     more = f" (--run shows another one: {', '.join(others[-3:])})" if others else ""
-    size = traced.world_size
-    print(f"Run {traced.name}, {size} rank{'s' * (size > 1)}{more}\n")  # noqa: T201
+    size, epochs = len(traced.members), len(traced.epochs)
+    what = f"{size} rank{'s' * (size > 1)}"
+    if epochs > 1:
+        what = f"{size} processes in {epochs} epochs; a rank in a call is one of its epoch"
+    print(f"Run {traced.name}, {what}{more}\n")  # noqa: T201
     print("\n".join(report(analysis, Style(sys.stdout, options.environ))))  # noqa: T201
     for complaint in (*traced.complaints, *_caveats(analysis)):
         say(f"syncprims: {complaint}\n")
@@ -73,7 +76,7 @@ def _caveats(analysis: Analysis) -> Iterator[str]:
         error = f"{alignment.error * 1e3:.3g} ms"
         yield f"the clocks of {len(alignment.hosts) + 1} hosts agree by their rounds to {error}"
     if dropped := [rank.rank for rank in analysis.run.ranks if rank.dropped]:
-        yield f"ranks {dropped} have lost their oldest rounds: more than SYNCPRIMS_TRACE_LIMIT"
+        yield f"{analysis.run.names(dropped)}: old rounds are deleted, by SYNCPRIMS_TRACE_LIMIT"
 
 
 def _write_files(analysis: Analysis, options: argparse.Namespace) -> tuple[int, list[str]]:
@@ -105,33 +108,31 @@ def report(analysis: Analysis, style: Style) -> list[str]:
     """
     from syncprims.tracing.analysis import seconds_text
 
+    noun = analysis.run.noun
     rows: list[tuple[str, ...]] = [
         ("late", "made wait", "at", "where", "times", "waited in all", "longest")
     ]
-    everyone = analysis.run.world_size - 1
+    everyone = len(analysis.run.members) - 1
     for row in analysis.late_arrivals:
         waiting = format_ranks(sorted(row.waiting)).replace(",", ", ")
         if len(row.waiting) == everyone > 1:
             waiting = "all others"
         times = str(row.times), seconds_text(row.waited), seconds_text(row.longest)
-        rows.append((f"rank {row.late}", waiting, row.call.call, row.call.site, *times))
-    lines: list[str] = []
-    if len(rows) > 1:
-        shown = table(rows, indent="", numbers=(4, 5, 6))
-        rest = shown[_MOST_ROWS + 1 :] if style.is_terminal else []
-        lines += [
-            style("bold", "Who made whom wait, worst first"),
-            *shown[: len(shown) - len(rest)],
-        ]
-        lines += [f"{len(rest)} more rows: `| cat` shows them"] if rest else []
-        lines.append("")
-    rows = [("rank", "host", "rounds", "time", "in rounds", "others waited for it", "ended")]
+        rows.append((f"{noun} {row.late}", waiting, row.call.call, row.call.site, *times))
+    shown = table(rows, indent="", numbers=(4, 5, 6))
+    if style.is_terminal and (rest := len(shown) - 1 - _MOST_ROWS) > 0:
+        shown[-rest:] = [f"{rest} more rows: `| cat` shows them"]
+    title = style("bold", "Who made whom wait, worst first")
+    lines = [title, *shown, ""] if len(rows) > 1 else []
+    rows = [(noun, "host", "rounds", "time", "in rounds", "others waited for it", "ended")]
     for rank in analysis.summaries:
         share = f"{rank.waiting_share:.0%}" if rank.span else ""
         times = seconds_text(rank.span), share, seconds_text(rank.waited_for)
         rows.append((str(rank.rank), rank.host, str(rank.rounds), *times, rank.end))
     head, *ranks = table(rows, indent="", numbers=(0, 2, 3, 4, 5))
-    lines += [style("bold", "Ranks"), head]
+    lines += [style("bold", "Ranks" if noun == "rank" else "Processes"), head]
     for rank, line in zip(analysis.summaries, ranks, strict=True):
         lines.append(style("red", line) if rank.rank in analysis.stragglers else line)
+    for mark in analysis.marks:
+        lines.append(f"process {mark.rank}, after {seconds_text(mark.at)}: {mark.text}")
     return [*lines, "", style("bold", analysis.conclusion), ""]

@@ -7,6 +7,7 @@ the last one is attributed to the last one; the time after it is the cost of the
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +25,15 @@ _PER_WINDOW = 20  # rounds in each, at least
 START_KIND = "init"  # of the round in which a world starts: a rank that is late there started late
 _NEGLIGIBLE = 0.01  # share of the time: less waiting than that is not reported
 _AT_THE_END = 1e9  # ns before the last event: who was seen waiting then waits at the end
+
+
+class Mark(NamedTuple):
+    """A loss, or a process that joins."""
+
+    rank: int
+    at: float  #: seconds from the first arrival to when it was seen first, or last
+    text: str
+    joins: bool
 
 
 class Alignment(NamedTuple):
@@ -46,14 +56,9 @@ class GroupRounds:
     until: NDArray[Any]  #: when the member left the round, or was last seen waiting in it
     absent: NDArray[Any]  #: whether others wait for the member in a round that they never leave
     call: NDArray[Any]  #: number of the late member's call, or of another's if it has none
-    late: NDArray[Any]  #: column of the member that arrived last; -1 where no member waited
+    late: NDArray[Any]  #: the member that arrived last; -1 where no member waited
     waited: NDArray[Any]  #: how long each member waited for that one
     last: NDArray[Any]  #: when that one arrived
-
-    def last_rank(self, number: int) -> int | None:
-        """Return which rank arrived last in the round of this number, if others waited for it."""
-        late = int(self.late[np.searchsorted(self.number, number)])
-        return self.members[late] if late >= 0 else None
 
 
 class LateArrivals(NamedTuple):
@@ -80,7 +85,7 @@ class _OpenRound(NamedTuple):
 class RankSummary(NamedTuple):
     """One rank over the whole run."""
 
-    rank: int
+    rank: int  #: in an elastic run, the number of its process
     host: str
     rounds: int
     span: float  #: seconds from the start of the world to its end
@@ -107,6 +112,7 @@ class Analysis:
     stop: float  #: ns, of the last event
     conclusion: str
     stragglers: list[int]
+    marks: list[Mark]  #: of an elastic run, by time
 
 
 def analyse(run: TraceRun) -> Analysis:
@@ -114,7 +120,7 @@ def analyse(run: TraceRun) -> Analysis:
     alignment = _align(run)
     groups = [
         _group_rounds(run, number, members)
-        for number, (members, _) in enumerate(run.groups)
+        for number, (members, *_) in enumerate(run.groups)
         if len(members) > 1
     ]
     arrivals = [float(rank.rounds["posted"].min()) for rank in run.ranks if len(rank.rounds)]
@@ -127,8 +133,9 @@ def analyse(run: TraceRun) -> Analysis:
         waited, text, stragglers = hang
         others = sum(row.waited for row in late_arrivals) - waited
         conclusion = f"{text} In all: {conclusion}" if others > waited else text
+    marks = sorted(_marks(run, start), key=lambda mark: mark.at)
     return Analysis(
-        run, alignment, groups, late_arrivals, summaries, start, stop, conclusion, stragglers
+        run, alignment, groups, late_arrivals, summaries, start, stop, conclusion, stragglers, marks
     )
 
 
@@ -236,9 +243,9 @@ def _group_rounds(run: TraceRun, group: int, members: tuple[int, ...]) -> GroupR
     waited = np.where(np.isnan(until), 0.0, waited)
     rows = np.arange(len(numbers))
     waited[rows, late] = 0.0
-    late = np.where(waited.sum(axis=1) > 0, late, -1)
-    known = call[rows, np.maximum(late, 0)]
+    known = call[rows, late]
     call = np.where(known >= 0, known, call.max(axis=1, initial=-1))
+    late = np.where(waited.sum(axis=1) > 0, np.array(members)[late], -1)
     return GroupRounds(
         group, members, numbers, posted, since, until, absent, call, late, waited, last
     )
@@ -251,16 +258,16 @@ def _late_arrivals(run: TraceRun, groups: list[GroupRounds]) -> list[LateArrival
         pairs: list[tuple[int, int]] = np.stack([rounds.late, rounds.call], axis=1).tolist()
         for late, call in {(late, call) for late, call in pairs}:
             if late >= 0:
-                at = np.flatnonzero((rounds.late == late) & (rounds.call == call))
-                key = rounds.members[late], call
-                times, sums, longest = totals.get(key, (0, np.zeros(run.world_size), 0.0))
-                sums[list(rounds.members)] += rounds.waited[at].sum(axis=0)
-                totals[key] = times + len(at), sums, max(longest, float(rounds.waited[at].max()))
+                waited = rounds.waited[(rounds.late == late) & (rounds.call == call)]
+                new = 0, np.zeros(run.members[-1] + 1), 0.0
+                times, sums, longest = totals.get((late, call), new)
+                sums[list(rounds.members)] += waited.sum(axis=0)
+                totals[late, call] = times + len(waited), sums, max(longest, float(waited.max()))
     rows: list[LateArrivals] = []
     for (late, number), (times, sums, longest) in totals.items():
         waiting = [int(rank) for rank in np.argsort(-sums, kind="stable") if sums[rank] > 0]
-        waited = float(sums.sum()) / 1e9
-        rows.append(LateArrivals(late, run.calls[number], times, waited, longest / 1e9, waiting))
+        total = float(sums.sum()) / 1e9
+        rows.append(LateArrivals(late, run.calls[number], times, total, longest / 1e9, waiting))
     return rows
 
 
@@ -270,15 +277,14 @@ def _summary(run: TraceRun, rank: RankTrace, groups: list[GroupRounds]) -> RankS
     in_start = np.isin(rounds["call"], starts)
     joined = rounds["done"][in_start & (rounds["kind"] == ROUND)]
     end = rank.last_event
-    begin = joined.max() if len(joined) else rounds["posted"].min(initial=int(end))
+    begin = joined.min() if len(joined) else rounds["posted"].min(initial=int(end))
     span = end - float(begin)
     known = rounds[~in_start & (rounds["done"] > 0)]
     waiting = float((known["done"] - known["since"]).sum())
     waited_for = 0.0
     for group in groups:
-        if rank.rank in group.members:
-            its_fault = group.late == group.members.index(rank.rank)
-            waited_for += float(group.waited[its_fault & ~np.isin(group.call, starts)].sum())
+        its_fault = (group.late == rank.rank) & ~np.isin(group.call, starts)
+        waited_for += float(group.waited[its_fault].sum())
     return RankSummary(
         rank.rank, rank.host, len(rounds), span / 1e9, min(waiting, span) / 1e9,
         waited_for / 1e9, _describe_end(run, rank),
@@ -289,6 +295,8 @@ def _summary(run: TraceRun, rank: RankTrace, groups: list[GroupRounds]) -> RankS
 
 
 def _describe_end(run: TraceRun, rank: RankTrace) -> str:
+    if how := run.lost.get(rank.rank):
+        return how
     if rank.left is not None:
         return f"with {rank.left[1]}" if rank.left[1] else "well"
     over = rank.rounds["kind"] == ROUND
@@ -298,6 +306,23 @@ def _describe_end(run: TraceRun, rank: RankTrace) -> str:
         return "killed, or still running"
     last = open_rounds[open_rounds["posted"].argmax()]
     return f"killed, or still running: waits at {run.calls[int(last['call'])]}"
+
+
+def _marks(run: TraceRun, start: float) -> Iterator[Mark]:
+    """Return when processes joined and were lost, with their rank at that time."""
+    for rank in run.ranks:
+        epochs = [epoch for epoch, members in run.epochs.items() if rank.rank in members]
+        if not epochs or not len(rank.rounds):
+            continue
+        if rank.rank >= run.ranks[0].world_size:
+            members = run.epochs[min(epochs)]
+            text = f"joins as rank {members.index(rank.rank)} of {len(members)}"
+            at = (float(rank.rounds["posted"].min()) - start) / 1e9
+            yield Mark(rank.rank, at, text, joins=True)
+        if rank.rank in run.lost:
+            number = run.epochs[max(epochs)].index(rank.rank)
+            text = f"rank {number} is lost, ended: {_describe_end(run, rank)}"
+            yield Mark(rank.rank, (rank.last_event - start) / 1e9, text, joins=False)
 
 
 def _hang(
@@ -325,56 +350,51 @@ def _hang(
     causes = sorted({rank for wait in waits for rank in wait.missing} - {*waiting})
     if not causes:
         each = "; ".join(
-            f"{_names(wait.waiting).lower()} in {wait.call} for {_names(wait.missing).lower()}"
+            f"{run.names(wait.waiting)} in {wait.call} for {run.names(wait.missing)}"
             for wait in waits
         )
-        return total, f"{_names(waiting)} wait for each other: {each}.", waiting
+        return total, f"{run.names(waiting).capitalize()} wait for each other: {each}.", waiting
     worst = max((wait for wait in waits if {*wait.missing} & {*causes}), key=lambda w: w.longest)
     late = [rank for rank in causes if rank in worst.missing]
     verb = "has" if len(late) == 1 else "have"
-    count = f"{len(waiting)} ranks have" if len(waiting) > 1 else f"rank {waiting[0]} has"
+    count = f"{len(waiting)} ranks have" if len(waiting) > 1 else f"{run.names(waiting)} has"
     others = f"{count} waited {seconds_text(worst.longest)}"
-    return total, f"{_names(late)} {verb} not come to {worst.call}; {others}.", causes
+    who = run.names(late).capitalize()
+    return total, f"{who} {verb} not come to {worst.call}; {others}.", causes
 
 
 def _conclusion(
     run: TraceRun, late_arrivals: list[LateArrivals], summaries: list[RankSummary]
 ) -> tuple[str, list[int]]:
     """Return the result in one sentence, and the stragglers, if there are any."""
-    if run.world_size == 1:
+    if len(run.members) == 1:
         return "A world of one: no rank waits for another.", []
-    never = sorted({row.late for row in late_arrivals} - {rank.rank for rank in summaries})
-    if never:
-        return f"{_names(never)} never came, and left no trace: the others waited.", never
+    if never := sorted({row.late for row in late_arrivals} - {rank.rank for rank in summaries}):
+        who = run.names(never).capitalize()
+        return f"{who} never came, and left no trace: the others waited.", never
     total = sum(rank.waited_for for rank in summaries)
     spent = sum(rank.span for rank in summaries)
     share = total / spent if spent else 0.0
     if share < _NEGLIGIBLE:
         return f"No rank makes others wait: waiting takes {share:.1%} of the ranks' time.", []
     worst = sorted(summaries, key=lambda rank: -rank.waited_for)
-    for count in range(1, max(1, min(3, run.world_size // 2)) + 1):
+    for count in range(1, max(1, min(3, len(run.members) // 2)) + 1):
         stragglers = [rank.rank for rank in worst[:count]]
         waited = sum(rank.waited_for for rank in worst[:count])
-        if waited >= (0.5 + 0.4 / run.world_size if count == 1 else 0.8) * total:
+        if waited >= (0.5 + 0.4 / len(run.members) if count == 1 else 0.8) * total:
             break
     else:
         return (
             f"No rank is the straggler: ranks waited {seconds_text(total)} for each other in all, "
-            f"{share:.0%} of their time, {worst[0].waited_for / total:.0%} of it for rank "
+            f"{share:.0%} of their time, {worst[0].waited_for / total:.0%} of it for {run.noun} "
             f"{worst[0].rank}, mostly at {_main_calls(late_arrivals, [worst[0].rank])}."
         ), []
     verb, them = ("is the straggler", "it") if count == 1 else ("are the stragglers", "them")
     return (
-        f"{_names(stragglers)} {verb}: the others waited {seconds_text(waited)} for {them} in "
-        f"all, {waited / total:.0%} of all waiting for a rank, mostly at "
+        f"{run.names(stragglers).capitalize()} {verb}: the others waited {seconds_text(waited)} "
+        f"for {them} in all, {waited / total:.0%} of all waiting for a rank, mostly at "
         f"{_main_calls(late_arrivals, stragglers)}."
     ), stragglers
-
-
-def _names(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"Rank {ranks[0]}"
-    return f"Ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _main_calls(late_arrivals: list[LateArrivals], ranks: list[int]) -> str:

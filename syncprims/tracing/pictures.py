@@ -53,7 +53,7 @@ def draw_image(analysis: Analysis, path: Path) -> None:
     figure: Any = Figure(figsize=(_INCHES, height), dpi=110)
     several_hosts = len({summary.host for summary in analysis.summaries}) > 1
     names = [
-        f"rank {summary.rank}" + (f"  {summary.host}" if several_hosts else "")
+        analysis.run.names([summary.rank]) + (f"  {summary.host}" if several_hosts else "")
         for summary in analysis.summaries
     ]
     length = max((analysis.stop - analysis.start) / 1e9, 1e-9)
@@ -74,6 +74,11 @@ def draw_image(analysis: Analysis, path: Path) -> None:
         if summary.end != "well":
             end = (rank.last_event - analysis.start) / 1e9
             axes.plot(end, at, marker="x", color="#c92a2a", markersize=6, clip_on=False)
+        for mark in analysis.marks:
+            if mark.rank == rank.rank:
+                text = f"{mark.text} > " if mark.joins else f"   {mark.text}"
+                axes.text(mark.at, at, text, ha="right" if mark.joins else "left", va="center",
+                          color=_INK, fontsize=size - 2, clip_on=True)  # fmt: skip
     axes.tick_params(length=0, axis="y")
     axes.tick_params(colors=_INK, axis="x")
     axes.set_xlabel("seconds", color=_INK)
@@ -110,11 +115,10 @@ def _late_intervals(analysis: Analysis, rank: int) -> tuple[NDArray[Any], NDArra
     """Return from when to when other ranks waited for this one: begins and ends in ns."""
     begins, ends = [np.empty(0)], [np.empty(0)]
     for group in analysis.groups:
-        if rank in group.members:
-            chosen = group.late == group.members.index(rank)
-            since = np.where(group.waited[chosen] > 0, group.since[chosen], np.inf)
-            begins.append(since.min(axis=1, initial=np.inf))
-            ends.append(group.last[chosen])
+        chosen = group.late == rank
+        since = np.where(group.waited[chosen] > 0, group.since[chosen], np.inf)
+        begins.append(since.min(axis=1, initial=np.inf))
+        ends.append(group.last[chosen])
     return np.concatenate(begins), np.concatenate(ends)
 
 
@@ -166,15 +170,20 @@ def _events(analysis: Analysis, shortest: float) -> Iterator[dict[str, Any]]:
     run = analysis.run
     for rank in run.ranks:
         about: dict[str, Any] = {"ph": "M", "pid": rank.rank, "tid": 0}
-        name = f"rank {rank.rank} ({rank.host})"
+        name = f"{run.names([rank.rank])} ({rank.host})"
         yield {**about, "name": "process_name", "args": {"name": name}}
         yield {**about, "name": "process_sort_index", "args": {"sort_index": rank.rank}}
         for group in sorted({int(number) for number in rank.rounds["group"]}):
-            members, board = run.groups[group]
-            everyone = len(members) == run.world_size
-            text = "all ranks" if everyone else f"ranks {', '.join(map(str, members))}"
+            members, board, epoch = run.groups[group]
+            text = "all ranks" if len(members) == len(run.epochs[epoch]) else run.names(members)
             text += f" {board!r}" if board else ""
+            if len(run.epochs) > 1 and rank.rank in run.epochs[epoch]:
+                text = f"epoch {epoch}, as rank {run.epochs[epoch].index(rank.rank)}: {text}"
             yield {**about, "tid": group, "name": "thread_name", "args": {"name": text[:200]}}
+        for mark in analysis.marks:
+            if mark.rank == rank.rank:
+                ts, tid = _microseconds(mark.at * 1e9), int(rank.rounds["group"][-1])
+                yield {**about, "name": mark.text, "ph": "i", "s": "p", "tid": tid, "ts": ts}
         yield from _slices(analysis, rank, shortest)
 
 
@@ -187,13 +196,13 @@ def _slices(analysis: Analysis, rank: RankTrace, shortest: float) -> Iterator[di
         args: dict[str, Any] = {"where": call.site, "round": int(entry["number"])}
         if entry["since"] > entry["posted"]:
             args["posted"] = _microseconds(float(entry["posted"]) - start)
-        late = None
+        late = -1
         if group := groups.get(int(entry["group"])):
-            late = group.last_rank(int(entry["number"]))
-        if late not in (None, rank.rank):
-            args["last to come"] = late
+            late = int(group.late[np.searchsorted(group.number, entry["number"])])
+        if late not in (-1, rank.rank):
+            args["last to come"] = run.names([late])
         if entry["outcome"]:
-            what = "error" if entry["kind"] == ROUND else "waits for ranks"
+            what = "error" if entry["kind"] == ROUND else f"waits for {run.noun}"
             args[what] = run.outcomes[int(entry["outcome"])]
         event: dict[str, Any] = {
             "name": call.call, "cat": call.kind, "pid": rank.rank, "tid": int(entry["group"]),

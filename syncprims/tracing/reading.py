@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,10 +17,11 @@ from numpy.typing import NDArray
 from syncprims.errors import ConfigurationError, parse_ranks
 from syncprims.interface import Label
 
-from .recorder import CALL, ENTRY, FORMAT, LEFT, OUTCOME, ROUND, TEXT, WAITING
+from .recorder import CALL, ENTRY, FORMAT, LEFT, LOST, OUTCOME, ROUND, TEXT, WAITING
 
 T = TypeVar("T")
-Group = tuple[tuple[int, ...], str]  #: the members, and the name of the board, if it has one
+#: The members, which are processes, by rank; the name of the board, if it has one; and the epoch.
+Group = tuple[tuple[int, ...], str, int]
 
 _WORDS = ("posted", "since", "done", "number")
 _ENTRY = np.dtype([*((name, "<i8") for name in _WORDS), ("tag", "<u8")])
@@ -42,18 +44,18 @@ class Numbered(list[T]):
 
     def number(self, thing: T, key: Hashable) -> int:
         """Return the number of the thing with this key."""
-        if key not in self._numbers:
-            self._numbers[key] = len(self)
+        number = self._numbers.setdefault(key, len(self))
+        if number == len(self):
             self.append(thing)
-        return self._numbers[key]
+        return number
 
 
 @dataclass
 class RankTrace:
     """What one rank has recorded."""
 
-    rank: int
-    world_size: int
+    rank: int  #: the number of its process, which is its rank at the start of the run
+    world_size: int  #: when it joined
     host: str
     clock: str
     wall: int  #: ns of the calendar, at the time `monotonic` of its own clock
@@ -78,12 +80,33 @@ class TraceRun:
     groups: Numbered[Group] = field(default_factory=Numbered[Group])
     outcomes: Numbered[str] = field(default_factory=Numbered[str])
     ranks: list[RankTrace] = field(default_factory=list[RankTrace])
+    lost: dict[int, str] = field(default_factory=dict[int, str])  #: how, if the others know it
     complaints: list[str] = field(default_factory=list[str])
 
     @property
-    def world_size(self) -> int:
-        """The number of ranks, those without a trace included."""
-        return max(rank.world_size for rank in self.ranks)
+    def members(self) -> list[int]:
+        """All that took part, those without a trace included."""
+        return sorted({*range(self.ranks[0].world_size)}.union(*self.epochs.values()))
+
+    @cached_property
+    def epochs(self) -> dict[int, tuple[int, ...]]:
+        """The processes of each epoch, by rank."""
+        found: dict[int, tuple[int, ...]] = {}
+        for members, _, epoch in self.groups:
+            found[epoch] = max(found.get(epoch, ()), members, key=len)
+        return found
+
+    @property
+    def noun(self) -> str:
+        """What has a number: in an elastic run a rank has another one in each epoch."""
+        return "process" if len(self.epochs) > 1 else "rank"
+
+    def names(self, members: Sequence[int]) -> str:
+        """Return ``ranks 0, 1 and 2``."""
+        if len(members) == 1:
+            return f"{self.noun} {members[0]}"
+        many = "processes" if self.noun == "process" else "ranks"
+        return f"{many} {', '.join(map(str, members[:-1]))} and {members[-1]}"
 
 
 def find_runs(directory: Path) -> list[Path]:
@@ -127,9 +150,8 @@ def read_run(folder: Path) -> TraceRun:
     if not run.ranks:
         complaints = "\n".join(f"  {complaint}" for complaint in run.complaints)
         raise ConfigurationError(f"nothing in {folder} can be read:\n{complaints}")
-    missing = sorted(set(range(run.world_size)) - {rank.rank for rank in run.ranks})
-    if missing:
-        what = f"no trace of ranks {missing} of {run.world_size} can be read"
+    if missing := sorted({*run.members} - {rank.rank for rank in run.ranks}):
+        what = f"no trace of {run.names(missing)} can be read"
         run.complaints.append(f"{what}: waiting for others may in truth be waiting for these")
     return run
 
@@ -192,6 +214,8 @@ def _read_rounds(
     """Return the rounds, the number of damaged entries, and when and how the rank left."""
     kinds = entries["tag"] & 0xFF
     left: tuple[int, str] | None = None
+    for lost in entries[kinds == LOST]:
+        run.lost[int(lost["number"])] = texts.get(_outcomes_of(lost), "")
     for last in entries[kinds == LEFT]:
         left = int(last["posted"]), texts.get(_outcomes_of(last), "")
     written = entries[(kinds == ROUND) | (kinds == WAITING)]
@@ -208,18 +232,19 @@ def _read_rounds(
         try:
             group, *call = json.loads(texts[int(code)])
             ranks, _, board = group.partition(" ")
-            members = tuple(parse_ranks(ranks))
-            label = Label(*call)
+            ranks, _, epoch = ranks.partition("@")
+            its_group = tuple(parse_ranks(ranks)), board, int(epoch or 0)
+            its_call = run.calls.number(Label(*call), json.dumps(call))
         except (AttributeError, KeyError, ValueError, TypeError):
             continue
         chosen = calls == code
-        rounds["call"][chosen] = run.calls.number(label, json.dumps(call))
-        rounds["group"][chosen] = run.groups.number((members, board), group)
+        rounds["call"][chosen] = its_call
+        rounds["group"][chosen] = run.groups.number(its_group, its_group)
     over = (rounds["kind"] == ROUND) | (rounds["done"] > 0)
     ordered = (rounds["posted"] <= rounds["since"]) & (rounds["since"] <= rounds["done"])
     sound = (rounds["posted"] >= 0) & (rounds["number"] > 0) & (rounds["call"] >= 0)
     sound &= ordered | ~over
-    damaged = int(((kinds < TEXT) | (kinds > LEFT)).sum()) + int((~sound).sum())
+    damaged = int(((kinds < TEXT) | (kinds > LOST)).sum()) + int((~sound).sum())
     return rounds[sound], damaged, left
 
 

@@ -4,6 +4,7 @@ Each entry is written by a system call of its own: what a rank has recorded is t
 it. An error, as of a full disk, stops the record and nothing else. When a file has half of the size
 that is allowed, it becomes the ``.old`` one, in place of an earlier one, and a new file begins.
 
+In a file, processes have the place of ranks: they keep their numbers when `reform` changes ranks.
 All entries have 40 bytes. A text stands in entries before the first one that names its number; text
 0 has the facts of the record, in JSON. A world without a trace loads nothing of this.
 """
@@ -25,7 +26,7 @@ from typing import Any, TypeVar
 from syncprims import errors
 from syncprims._protocol.rounds import Rounds
 from syncprims.errors import format_ranks
-from syncprims.interface import Board, Label, Note, Topology
+from syncprims.interface import Backend, Board, Label, Note
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ ENTRY = struct.Struct("<QQQQQ")  # posted, since, done, round, tag
 _pack = ENTRY.pack
 # A tag: kind in the lowest byte, then the number of the outcome's text, and of the call's. A later
 # entry of a kind replaces an earlier one of the same round, and a higher kind a lower one.
-TEXT, WAITING, ROUND, LEFT = 1, 2, 3, 4
+TEXT, WAITING, ROUND, LEFT, LOST = 1, 2, 3, 4, 5
 OUTCOME, CALL = 8, 32
 FORMAT = "syncprims trace 2: "  # at the beginning of text 0, before a check of the facts
 _PIECE = 32  # bytes of a text in one entry
@@ -98,16 +99,17 @@ class _File:
 
 
 class Recorder:
-    """One rank's record of one world, with the rounds of each board.
+    """One process's record of one run, with the rounds of each board, in all epochs.
 
     It is kept in memory until the ranks have met: only then rank 0 names the directory.
     """
 
-    def __init__(self, directory: str, limit: int, topology: Topology) -> None:
-        """Record into `directory`, at most `limit` bytes of it."""
+    def __init__(self, directory: str, limit: int, backend: Backend) -> None:
+        """Record into `directory`, at most `limit` bytes of it, what `backend` takes part in."""
         self._directory = os.path.abspath(directory)  # noqa: PTH100 - pathlib is slow to import
         self._most = limit // 2 - 2 * _LONGEST_TEXT  # bytes of a file, before the last entry
-        self.topology = topology
+        self.backend = backend
+        self._world_size = backend.topology.world_size  # in the first epoch of this process
         #: If rank 0's.
         self.run: str = f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{os.urandom(3).hex()}"
         self.virtual = False  #: the clock is a test's
@@ -133,13 +135,20 @@ class Recorder:
         """End the record of `board`, whose last round is over."""
         self._rounds.pop(board).end()
 
+    def end_epoch(self, board: Board, left: Sequence[int]) -> None:
+        """End the record of all boards; of the processes at that of all ranks, these are left."""
+        now = max(rounds.end() for rounds in self._rounds.values())
+        for rank, process in enumerate(self.backend.members):
+            if process not in left:
+                self.record("", None, now, now, now, process, board.status(rank).detail, LOST)
+
     def open(self, run: str | None) -> None:
         """Continue in the file of `run`, or of a start that has failed."""
         if self._file is not None or self._stopped:
             return
-        self.run = run or "failed-start-" + _safe(self.topology.run_id or self.run)
+        self.run = run or "failed-start-" + _safe(self.backend.topology.run_id or self.run)
         folder = f"{self._directory}/{self.run}"
-        self._path = f"{folder}/rank-{self.topology.rank}.trace"
+        self._path = f"{folder}/rank-{self.backend.process}.trace"
         try:
             os.makedirs(folder, exist_ok=True)  # noqa: PTH103
             if run is None:
@@ -213,8 +222,8 @@ class Recorder:
     def _begin_file(self) -> _File:
         host = os.uname().nodename
         facts = {
-            "rank": self.topology.rank,
-            "world_size": self.topology.world_size,
+            "rank": self.backend.process,
+            "world_size": self._world_size,
             "host": host[:80],
             "clock": f"virtual-{os.getpid()}" if self.virtual else _clock(host),
             "wall": self._started[0],
@@ -232,8 +241,9 @@ class Recorder:
         import logging  # slow to import
 
         self.abandon()
-        what = f"the trace of rank {self.topology.rank} ends: cannot write {self._path}: {error}"
-        logging.getLogger("syncprims").warning(f"{what}. The run goes on; free some space there")
+        what = f"the trace of rank {self.backend.topology.rank} ends: cannot write {self._path}"
+        more = f"{error}. The run goes on; free some space there"
+        logging.getLogger("syncprims").warning(f"{what}: {more}")
 
 
 def _clock(host: str) -> str:
@@ -261,7 +271,9 @@ class RecordedRounds(Rounds):
         """Record into `recorder` from now on."""
         board = self.board
         self.observed = True
-        group = f"{format_ranks(board.members)} {board.name}".rstrip()
+        self._processes = recorder.backend.members  # by rank, in this epoch
+        members = format_ranks(self._processes[rank] for rank in board.members)
+        group = f"{members}@{recorder.backend.epoch} {board.name}".rstrip()
         self._write = partial(recorder.record, group)
         self._open: dict[int, tuple[Label, int]] = {}  # rounds that are posted and not collected
         self._failed: dict[int, str] = {}  # of these: the error that this rank reports in it
@@ -346,7 +358,7 @@ class RecordedRounds(Rounds):
             if result is None and now > again:
                 again = now + _REPEAT_AFTER * 1e9
                 missing = [rank for rank in board.members if board.status(rank).rounds < number]
-                late = format_ranks(missing)
+                late = format_ranks(self._processes[rank] for rank in missing)
                 self._write(label, since, since, now, number, late, WAITING)
             return result
 

@@ -17,6 +17,7 @@ from conftest import soak
 from support import ROOT
 from support.launches import Launches
 from support.rank_environment import PATIENCE, clean_environ
+from support.traces import command, only_run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills ranks by pid")
 
@@ -75,6 +76,21 @@ def test_a_replacement_joins(launches: Launches) -> None:
         "[rank 0] done 0 3 False", "[rank 1] done 2 3 True", "[rank 2] done 1 3 False"
     ]  # fmt: skip
     assert "2 ranks left, replacement 1 of 2" in done.err
+
+
+def test_a_rank_and_its_replacement_are_rows_of_one_trace(launches: Launches) -> None:
+    source = loop(1, epoch=1).replace("epoch >= EPOCH", "world_size == 3 and current().epoch")
+    trace = launches.script.parent / "trace"
+    flags = "--elastic", "2:3", "--max-restarts", "2", "--trace", str(trace)
+    assert launches.run(source, *flags).code == 0
+    run = only_run(trace)
+    assert [(one.rank, one.left is None) for one in run.ranks] == [
+        (0, False), (1, True), (2, False), (3, False)
+    ]  # fmt: skip
+    said = command(trace).stdout
+    assert re.search(r"\n +1 .* killed by SIGKILL\n", said)
+    assert re.search(r"\nprocess 1, after .*: rank 1 is lost, ended: killed by SIGKILL\n", said)
+    assert re.search(r"\nprocess 3, after .*: joins as rank 2 of 3\n", said)
 
 
 @pytest.mark.parametrize("others", ["all", "some"])

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import pytest
 
 from support.rank_environment import run_python
+from syncprims._world.registry import load_backend
 from syncprims.errors import format_ranks
-from syncprims.interface import Label, Topology
+from syncprims.interface import Label, Settings, Topology
 from syncprims.tracing import recorder as recording
 from syncprims.tracing.reading import TraceRun, find_runs, read_run
 from syncprims.tracing.recorder import Recorder
@@ -51,6 +52,14 @@ def entries(run: TraceRun, rank: int) -> list[Entry]:
     ]
 
 
+def recorder_of(rank: int, ranks: int, directory: Path, limit: int) -> Recorder:
+    """Return what records, in `directory`, a rank of a world that does not run."""
+    backend = load_backend("single")(Topology(), Settings())
+    backend.topology = Topology(rank, ranks, rank, ranks, run_id="planted")
+    backend.process, backend.members = rank, tuple(range(ranks))
+    return Recorder(str(directory), limit, backend)
+
+
 class Planted:
     """A run whose ranks arrive at times that the test gives."""
 
@@ -70,8 +79,8 @@ class Planted:
 
     def _add(self, rank: int, clock: str, ahead: int) -> None:
         self._patch.setattr(recording, "_clock", lambda host: clock)
-        place = Topology(rank, self.ranks, rank, self.ranks, run_id="planted")
-        recorder = self._recorders[rank] = Recorder(str(self.directory), 1 << 20, place)
+        recorder = recorder_of(rank, self.ranks, self.directory, 1 << 20)
+        self._recorders[rank] = recorder
         recorder.open("planted")
         self._ahead[rank] = ahead
 

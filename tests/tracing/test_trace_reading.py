@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.traces import SECOND, Planted, command
+from support.traces import SECOND, Planted, command, recorder_of
 
 from syncprims.cli.console import Style
 from syncprims.cli.trace import report
@@ -23,7 +23,7 @@ from syncprims.tracing import pictures
 from syncprims.tracing.analysis import Analysis, analyse
 from syncprims.tracing.pictures import LATE, WAITS, draw_image
 from syncprims.tracing.reading import find_runs, read_run
-from syncprims.tracing.recorder import ENTRY, Recorder
+from syncprims.tracing.recorder import ENTRY
 
 Plant = Callable[..., Planted]
 
@@ -247,7 +247,7 @@ def test_an_unreadable_file_is_named_and_hides_nothing(planted: Planted, foreign
     told = "is no trace, or is damaged" if foreign else "[Errno 2]"
     assert "syncprims: rank-3.trace" in done.stderr
     assert told in done.stderr
-    assert "syncprims: no trace of ranks [3] of 4 can be read" in done.stderr
+    assert "syncprims: no trace of rank 3 can be read" in done.stderr
     assert "Rank 2 is the straggler" in done.stdout
 
 
@@ -301,7 +301,7 @@ def test_the_chrome_trace_is_as_its_format_says(planted: Planted) -> None:
     assert all(e["dur"] >= 0 and e["name"] and e["cat"] for e in slices)
     late = [e for e in slices if e["pid"] == 0 and e["name"] == "barrier 'epoch end'"]
     assert [e["dur"] for e in late] == pytest.approx([1e6 + 1] * 10)
-    assert {e["args"]["last to come"] for e in late} == {2}  # whom they waited for
+    assert {e["args"]["last to come"] for e in late} == {"rank 2"}  # whom they waited for
 
 
 def test_groups_of_the_same_ranks_have_other_names_in_the_chrome_trace(plant: Plant) -> None:
@@ -413,16 +413,16 @@ def test_a_recorder_survives_threads(tmp_path: Path) -> None:
     """Entries of several threads are all there, whole, over several files."""
     import threading
 
-    from syncprims.interface import Label, Topology
+    from syncprims.interface import Label
 
-    recorder = Recorder(str(tmp_path), 5 << 20, Topology(0, 1, 0, 1))
+    recorder = recorder_of(0, 1, tmp_path, 5 << 20)
     recorder.open("run")
     each = 15_000
 
     def work(thread: int) -> None:
         label = Label("barrier", f"of thread {thread}", site="train.py:1")
         for number in range(1, each + 1):
-            recorder.record(f"{thread}", label, number, number, number, number)
+            recorder.record(f"0 {thread}", label, number, number, number, number)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
     for thread in threads:

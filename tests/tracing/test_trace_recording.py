@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -16,7 +17,8 @@ from support.rank_worlds import Kind, Ranks, Scripts, await_end
 from support.traces import Entry, command, entries, only_run
 
 import syncprims as sp
-from syncprims.testing import Kill, explore, run_world
+from syncprims.testing import Join, Kill, explore, run_world
+from syncprims.tracing.analysis import analyse
 from syncprims.tracing.reading import TraceRun, find_runs, read_run
 from syncprims.tracing.recorder import ROUND
 
@@ -64,7 +66,7 @@ def test_every_round_of_every_rank_is_written_down(world: Ranks, tmp_path: Path)
         assert trace.world_size == world.ranks
     sites = {call.site for call in run.calls if call.kind != "init"}
     assert all(site.startswith("tests/tracing/test_trace_recording.py:") for site in sites)
-    assert run.groups == [(tuple(range(world.ranks)), "")]
+    assert run.groups == [(tuple(range(world.ranks)), "", 0)]
     check_causality(run)
 
 
@@ -77,7 +79,7 @@ def test_rounds_of_two_groups_on_one_line_are_told_apart(world: Ranks, tmp_path:
 
     world.run(program, SYNCPRIMS_TRACE=str(tmp_path))
     run = only_run(tmp_path)
-    assert run.groups == [((0, 1), ""), ((0,), "")]
+    assert run.groups == [((0, 1), "", 0), ((0,), "", 0)]
     of_main = run.ranks[0].rounds
     barriers = [number for number, call in enumerate(run.calls) if call.kind == "barrier"]
     assert sorted(of_main["group"][np.isin(of_main["call"], barriers)].tolist()) == [0, 1]
@@ -262,7 +264,7 @@ def test_the_file_keeps_its_limit_and_the_latest(tmp_path: Path, meeting_place: 
     numbers = [e.number for e in entries(run, 0)]
     assert numbers == list(range(numbers[0], 20_002))  # without a gap
     assert len(numbers) > 2000
-    assert "ranks [0] have lost their oldest rounds" in command(tmp_path / "t").stderr
+    assert "rank 0: old rounds are deleted" in command(tmp_path / "t").stderr
 
 
 def test_runs_in_one_directory_do_not_mix(tmp_path: Path, meeting_place: Path) -> None:
@@ -290,27 +292,59 @@ def test_runs_in_one_directory_do_not_mix(tmp_path: Path, meeting_place: Path) -
     assert "'third'" not in earlier
 
 
-def test_a_reform_begins_a_trace_of_the_new_world(
+def test_an_elastic_run_is_one_trace_of_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def program() -> None:
-        for name in ("one", "two", "three"):
+        stop = sp.Trigger("stop")
+        if sp.init().change is None:
             try:
-                sp.barrier(name)
+                sp.barrier("one")
             except sp.PeerLost:
                 sp.reform()
+            sp.group([1]).barrier("alone") if sp.get_rank() else sp.group([1])
+            while not stop.joiners:
+                stop.check()
+            sp.reform()
+        sp.broadcast("state", src=1)
+        if sp.get_rank() == 0:
+            raise ValueError("bad shard")
+        with contextlib.suppress(sp.PeerFailed):
+            sp.barrier("two")
+        sp.reform()
+        sp.barrier("end")
 
     monkeypatch.setenv("SYNCPRIMS_TRACE", str(tmp_path))
-    run_world(program, 4, faults=[Kill(1, at="one"), Kill(2, at="two")])
-    folders = sorted(find_runs(tmp_path))
-    name = folders[0].name
-    assert [folder.name for folder in folders] == [name, f"{name}-epoch-1", f"{name}-epoch-2"]
-    for folder, ranks, call in zip(folders, (4, 3, 2), ("one", "two", "three"), strict=True):
-        run = read_run(folder)
-        assert run.complaints == []
-        assert len(run.ranks) == ranks
-        assert [e.call for e in entries(run, 0)] == ["init", f"barrier '{call}'"]
-        assert f"Run {folder.name}, {ranks} " in command(tmp_path, "--run", folder.name).stdout
+    with pytest.raises(ValueError, match="bad shard"):
+        run_world(program, 3, faults=[Kill(0, at="one"), Join(2, at="alone")])
+    run = only_run(tmp_path)
+    assert run.epochs == {0: (0, 1, 2), 1: (1, 2), 2: (1, 2, 3), 3: (2, 3)}
+    assert run.lost == {0: "killed by SIGKILL", 1: ""}
+    assert sorted(e.call for e in entries(run, 3)) == [
+        "barrier 'end'", "barrier 'two'", "broadcast from rank 1", "init", "init"
+    ]  # fmt: skip
+    assert [t.left and t.left[1] for t in run.ranks] == ["Killed", "ValueError", "", ""]
+    check_causality(run)
+    marks = {(mark.rank, mark.text, mark.joins) for mark in analyse(run).marks}
+    assert marks == {
+        (0, "rank 0 is lost, ended: killed by SIGKILL", False),
+        (1, "rank 0 is lost, ended: with ValueError", False),
+        (3, "joins as rank 2 of 3", True),
+    }
+    done = command(tmp_path, "--png", tmp_path / "timeline.png")
+    assert f"Run {run.name}, 4 processes in 4 epochs" in done.stdout
+    assert "\nprocess 3, after " in done.stdout
+    assert not done.stderr
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {(e["pid"], e["name"]) for e in events if e.get("s") == "p"} == {
+        (rank, text) for rank, text, _ in marks
+    }
+    tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 2}
+    assert tracks == {
+        "epoch 0, as rank 2: all ranks", "epoch 1, as rank 1: all ranks",
+        "epoch 1, as rank 1: process 2", "epoch 2, as rank 1: all ranks",
+        "epoch 3, as rank 0: all ranks",
+    }  # fmt: skip
 
 
 def test_a_start_that_fails_leaves_its_trace(tmp_path: Path, meeting_place: Path) -> None:
