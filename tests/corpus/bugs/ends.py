@@ -1,4 +1,4 @@
-"""Exceptions and early ends of one rank, and cleanup that makes calls."""
+"""Early ends."""
 
 from __future__ import annotations
 
@@ -9,101 +9,40 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from syncprims.testing import DeadlockError
-
-from .bug import Bug, ones
+from .bug import bug, ones
 
 
-class BarrierInShutdown(Bug):
-    """A rank ran out of memory; the others hung in their shutdown's barrier."""
-
-    source = "ai2cm/ace#1067"
-    rank = 1
-    error = MemoryError
-
-    @staticmethod
-    def bug(rank: int, folder: Path) -> None:
+@bug("ai2cm/ace#1067", 1, "KeyError", "MemoryError")
+def barrier_in_shutdown(rank: int, folder: Path) -> None:
+    """A rank ran out of memory before a barrier."""
+    with contextlib.suppress(KeyError):
         if rank == 1:
             raise MemoryError("out of memory")  # bug
-        dist.barrier()
-
-    @staticmethod
-    def mended(rank: int, folder: Path) -> None:
-        with contextlib.suppress(MemoryError):
-            if rank == 1:
-                raise MemoryError("out of memory")
-        dist.barrier()
+    dist.barrier()
 
 
-class BarrierInFinally(Bug):
-    """A rank that had failed waited at a barrier in `finally`."""
-
-    source = "pytorch/pytorch#124961"
-    rank = 2
-
-    @staticmethod
-    def bug(rank: int, folder: Path) -> None:
-        try:
-            if rank == 2:
-                raise KeyError("batch")
-            dist.all_reduce(ones())  # bug
-        finally:
-            dist.barrier()  # bug
-
-    @staticmethod
-    def mended(rank: int, folder: Path) -> None:
-        failed = torch.tensor(0)
-        try:
-            if rank == 2:
-                raise KeyError("batch")
-        except KeyError:
-            failed.fill_(1)
-        dist.all_reduce(failed)
-        if not failed:
-            dist.all_reduce(ones())
-
-
-class OutOfMemorySkipped(Bug):
-    """A rank caught its out-of-memory error and skipped the batch."""
-
-    source = "facebookresearch/fairseq#708"
-    rank = 1
-
-    @staticmethod
-    def bug(rank: int, folder: Path) -> None:
-        for step in range(2):
-            try:
-                if (rank, step) == (1, 1):
-                    raise MemoryError
-                dist.all_reduce(ones())  # bug
-            except MemoryError:
-                continue
-
-    @staticmethod
-    def mended(rank: int, folder: Path) -> None:
-        for step in range(2):
-            fits = torch.tensor(int((rank, step) != (1, 1)))
-            dist.all_reduce(fits, dist.ReduceOp.MIN)
-            if fits:
-                dist.all_reduce(ones())
-
-
-class ExitOfOneRank(Bug):
-    """A rank exited for want of a file; the others went on."""
-
-    source = "claudiopica/HiRep#2"
-    rank = 2
-    error = DeadlockError
-
-    @staticmethod
-    def bug(rank: int, folder: Path) -> None:
-        if rank == 2:
-            sys.exit(0)
+@bug(
+    "pytorch/pytorch#124961", 2, "        if failed:\n            raise KeyError",
+    "        dist.all_reduce(failed)\n        if failed:\n            return",
+)  # fmt: skip
+def barrier_in_finally(rank: int, folder: Path) -> None:
+    """A failed rank waited at a barrier in `finally`."""
+    failed = torch.tensor(int(rank == 2))
+    try:
+        if failed:
+            raise KeyError
         dist.all_reduce(ones())  # bug
+    finally:
+        dist.barrier()
 
-    @staticmethod
-    def mended(rank: int, folder: Path) -> None:
-        missing = torch.tensor(int(rank == 2))
-        dist.all_reduce(missing)
-        if not missing:
-            dist.all_reduce(ones())
+
+@bug(
+    "claudiopica/HiRep#2", 2, "    if missing:\n        sys.exit(0)",
+    "    dist.all_reduce(missing)\n    if missing:\n        return",
+)  # fmt: skip
+def exit_of_one_rank(rank: int, folder: Path) -> None:
+    """A rank exited for want of a file."""
+    missing = torch.tensor(int(rank == 2))
+    if missing:
+        sys.exit(0)
+    dist.all_reduce(ones())  # bug

@@ -1,138 +1,60 @@
-"""Races on files."""
+"""Files."""
 
 from __future__ import annotations
 
-import shutil
+import time
 from pathlib import Path
 
 import torch.distributed as dist
 
-from .bug import RANKS, Bug, ones
+from .bug import bug, ones
+
+RACE = ("processes",)
 
 
-class FolderOfRank0(Bug):
-    """Only rank 0 made the directory into which every rank saves its part."""
-
-    source = "karpathy/nanochat#336"
-    rank = 1
-    error = FileNotFoundError
-    seeds = 9
-
-    @staticmethod
-    def bug(rank: int, folder: Path) -> None:
-        if rank == 0:
-            (folder / "step 20").mkdir()
-        (folder / "step 20" / f"optimizer {rank}").touch()  # bug
-
-    @staticmethod
-    def mended(rank: int, folder: Path) -> None:
-        (folder / "step 20").mkdir(exist_ok=True)
-        (folder / "step 20" / f"optimizer {rank}").touch()
+@bug("karpathy/nanochat#336", (), ".mkdir()", ".mkdir()\n    dist.barrier()", seeds=9, chance=RACE)
+def folder_of_rank_0(rank: int, folder: Path) -> None:
+    """Ranks wrote before rank 0 made the directory."""
+    if rank == 0:
+        (folder / "step 20").mkdir()
+    (folder / "step 20" / f"optimizer {rank}").touch()  # bug
 
 
-class FolderOfAll(Bug):
-    """Every rank made the run's directory, and all but the first failed."""
+@bug("huawei-bayerlab/marigold-v2#7", (), "mkdir()", "mkdir(exist_ok=True)", seeds=9, chance=RACE)
+def folder_of_all(rank: int, folder: Path) -> None:
+    """Every rank made the same directory."""
+    (folder / "run").mkdir()  # bug
 
-    source = "huawei-bayerlab/marigold-v2#7"
-    rank = 1
-    error = FileExistsError
-    seeds = 9
 
-    @staticmethod
-    def bug(rank: int, folder: Path) -> None:
+@bug("", (), "mkdir()", "mkdir(exist_ok=True)", seeds=9, chance=RACE)
+def folder_if_missing(rank: int, folder: Path) -> None:
+    """Every rank made it if it was missing."""
+    if not (folder / "run").exists():
         (folder / "run").mkdir()  # bug
 
-    @staticmethod
-    def mended(rank: int, folder: Path) -> None:
+
+@bug(
+    "unslothai/unsloth-zoo#967", (), '    if not (folder / "cache.py").exists():',
+    '    missing = [not (folder / "cache.py").exists()]\n'
+    "    dist.broadcast_object_list(missing, 0)\n    if missing[0]:", seeds=9, chance=RACE,
+)  # fmt: skip
+def barrier_behind_a_file(rank: int, folder: Path) -> None:
+    """Collectives stood behind `isfile`."""
+    if not (folder / "cache.py").exists():
         if rank == 0:
-            (folder / "run").mkdir()
-        dist.barrier()
-
-
-class LatestPointer(Bug):
-    """A save returned before rank 0 had written its `latest` pointer."""
-
-    source = "KempnerInstitute/KempnerForge#49"
-    rank = 2
-    error = FileNotFoundError
-    seeds = 9
-
-    @staticmethod
-    def bug(rank: int, folder: Path) -> None:
-        dist.all_gather_object([None] * RANKS, f"shard {rank}")
-        if rank == 0:
-            (folder / "latest").write_text("step 3")
-        (folder / "latest").read_text()  # bug
-
-    @staticmethod
-    def mended(rank: int, folder: Path) -> None:
-        dist.all_gather_object([None] * RANKS, f"shard {rank}")
-        if rank == 0:
-            (folder / "latest").write_text("step 3")
-        dist.barrier()
-        (folder / "latest").read_text()
-
-
-class BarrierBehindAFile(Bug):
-    """Collectives stood behind `isfile`, and a later rank skipped them."""
-
-    source = "unslothai/unsloth-zoo#967"
-    rank = 2
-    seeds = 9
-
-    @staticmethod
-    def bug(rank: int, folder: Path) -> None:
-        if not (folder / "cache.py").exists():
-            if rank == 0:
-                (folder / "cache.py").touch()
-            dist.broadcast(ones(), 0)  # bug
-
-    @staticmethod
-    def mended(rank: int, folder: Path) -> None:
-        if rank == 0 and not (folder / "cache.py").exists():
             (folder / "cache.py").touch()
-        dist.broadcast(ones(), 0)
+        dist.broadcast(ones(), 0)  # bug
 
 
-class CleanupByAll(Bug):
-    """All ranks removed the old checkpoint, and slower ones did not find it."""
-
-    source = "PrimeIntellect-ai/prime-rl#1716"
-    rank = 2
-    error = FileNotFoundError
-    seeds = 9
-
-    @staticmethod
-    def bug(rank: int, folder: Path) -> None:
-        (folder / "step 1").mkdir(exist_ok=True)
-        dist.barrier()
-        shutil.rmtree(folder / "step 1")  # bug
-
-    @staticmethod
-    def mended(rank: int, folder: Path) -> None:
-        (folder / "step 1").mkdir(exist_ok=True)
-        dist.barrier()
-        if rank == 0:
-            shutil.rmtree(folder / "step 1")
-
-
-class DownloadInAHurry(Bug):
-    """Rank 0 downloaded the data, and the others slept for six seconds."""
-
-    source = "pytorch/pytorch#68320"
-    rank = 1
-    error = FileNotFoundError
-    seeds = 9
-
-    @staticmethod
-    def bug(rank: int, folder: Path) -> None:
-        if rank == 0:
-            (folder / "data").write_text("1 2 3")
-        (folder / "data").read_text()  # bug
-
-    @staticmethod
-    def mended(rank: int, folder: Path) -> None:
-        if rank == 0:
-            (folder / "data").write_text("1 2 3")
-        dist.barrier()
-        (folder / "data").read_text()
+@bug(
+    "pytorch/pytorch#68320", (), "    else:\n        time.sleep(0.1)", "    dist.barrier()",
+    chance=RACE,
+)  # fmt: skip
+def download_in_a_hurry(rank: int, folder: Path) -> None:
+    """A sleep stood for a barrier."""
+    if rank == 0:
+        time.sleep(0.3)
+        (folder / "data").write_text("1 2 3")
+    else:
+        time.sleep(0.1)
+    (folder / "data").read_text()  # bug

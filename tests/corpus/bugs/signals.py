@@ -1,115 +1,84 @@
-"""Signals and preemption.
-
-The flag that a handler would set on its own rank is set in the line.
-"""
+"""Signals, which reach processes only."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from syncprims.testing import DeadlockError
+from .bug import bug, ones
 
-from .bug import Bug, ones
-
-
-class StopsAlone(Bug):
-    """The rank that gets SIGTERM exits alone, and blocks the others."""
-
-    source = "kyutai-labs/pocket-tts#277"
-    rank = 1
-
-    @staticmethod
-    def bug(rank: int, folder: Path) -> None:
-        for step in range(3):
-            signalled = (rank, step) == (1, 1)
-            if signalled:
-                break
-            dist.all_reduce(ones())  # bug
-
-    @staticmethod
-    def mended(rank: int, folder: Path) -> None:
-        for step in range(3):
-            signalled = torch.tensor(int((rank, step) == (1, 1)))
-            dist.all_reduce(signalled, dist.ReduceOp.MAX)
-            if signalled:
-                break
-            dist.all_reduce(ones())
+PROCESSES = ("processes",)
+VOTE = "        dist.all_reduce(stop, dist.ReduceOp.MAX)\n        if stop:"
 
 
-class SignalBetweenChecks(Bug):
-    """SIGTERM came between the checks of two ranks: they saved at different steps."""
-
-    source = "Red-Hat-AI-Innovation-Team/training_hub#145"
-    rank = 0
-
-    @staticmethod
-    def bug(rank: int, folder: Path) -> None:
-        seen = 1 if rank == 0 else 2  # the step whose check sees the signal
-        for step in range(3):
-            dist.all_reduce(ones())  # bug
-            if step == seen:
-                dist.all_gather_object([None] * 3, f"shard {rank}")  # bug
-                break
-
-    @staticmethod
-    def mended(rank: int, folder: Path) -> None:
-        seen = 1 if rank == 0 else 2
-        for step in range(3):
-            dist.all_reduce(ones())
-            stop = torch.tensor(int(step == seen))
-            dist.all_reduce(stop, dist.ReduceOp.MAX)
-            if stop:
-                dist.all_gather_object([None] * 3, f"shard {rank}")
-                break
+def flag() -> torch.Tensor:
+    """Return a flag that SIGTERM sets, on this rank alone."""
+    stop = torch.tensor(0)
+    signal.signal(signal.SIGTERM, lambda *_: stop.fill_(1))
+    return stop
 
 
-class DeafEvaluation(Bug):
-    """Evaluation did not look at the flag, and the grace period ended there."""
-
-    source = "goodfire-ai/spd#741"
-    rank = 2
-    error = SystemExit
-
-    @staticmethod
-    def bug(rank: int, folder: Path) -> None:
-        grace = 2
-        for _ in range(4):  # evaluation
-            dist.all_reduce(ones())
-            grace -= rank == 2
-            if grace == 0:
-                sys.exit(137)  # bug
-
-    @staticmethod
-    def mended(rank: int, folder: Path) -> None:
-        for _ in range(4):
-            stop = torch.tensor(int(rank == 2))
-            dist.all_reduce(stop, dist.ReduceOp.MAX)
-            if stop:
-                break
-            dist.all_reduce(ones())
+@bug("kyutai-labs/pocket-tts#277", 1, "        if stop:", VOTE, kinds=PROCESSES)
+def stops_alone(rank: int, folder: Path) -> None:
+    """The rank that got SIGTERM exited alone."""
+    stop = flag()
+    for step in range(3):
+        if (rank, step) == (1, 1):
+            signal.raise_signal(signal.SIGTERM)
+        if stop:
+            break
+        dist.all_reduce(ones())  # bug
 
 
-class ReclaimedBeforeReport(Bug):
-    """A worker was reclaimed before it reported its checkpoint."""
+@bug("Red-Hat-AI-Innovation-Team/training_hub#145", 0, "        if stop:", VOTE, kinds=PROCESSES)
+def signal_between_checks(rank: int, folder: Path) -> None:
+    """Ranks saw SIGTERM at different steps."""
+    stop = flag()
+    for step in range(4):
+        dist.all_reduce(ones())  # bug
+        if step == (1 if rank == 0 else 2):
+            signal.raise_signal(signal.SIGTERM)
+        if stop:
+            dist.all_gather_object([None] * 3, f"shard {rank}")
+            break
 
-    source = "ray-project/ray#66225"
-    rank = 1
-    error = DeadlockError
 
-    @staticmethod
-    def bug(rank: int, folder: Path) -> None:
+@bug("goodfire-ai/spd#741", 2, "        if False:", VOTE, kinds=PROCESSES)
+def deaf_evaluation(rank: int, folder: Path) -> None:
+    """SIGKILL came after a grace period in evaluation."""
+    stop = flag()
+    for step in range(4):  # evaluation
+        if (rank, step) == (2, 1):
+            signal.raise_signal(signal.SIGTERM)
+        if False:
+            break
+        if (rank, step) == (2, 3):
+            signal.raise_signal(signal.SIGKILL)
+        dist.all_reduce(ones() + stop)  # bug
+
+
+@bug(
+    "Lightning-AI/pytorch-lightning#20825", 0, "lambda *_: sys.exit(0)", "signal.SIG_IGN",
+    kinds=PROCESSES,
+)  # fmt: skip
+def exit_in_the_handler(rank: int, folder: Path) -> None:
+    """A handler of SIGTERM raised on one rank."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for step in range(3):
+        if (rank, step) == (0, 1):
+            signal.raise_signal(signal.SIGTERM)
+        dist.all_reduce(ones())  # bug
+
+
+@bug("", 1, "dist.barrier()", "None", kinds=PROCESSES)
+def barrier_in_the_handler(rank: int, folder: Path) -> None:
+    """A handler of SIGTERM called a barrier."""
+    signal.signal(signal.SIGTERM, lambda *_: dist.barrier())  # bug
+    for step in range(3):
+        if (rank, step) == (1, 1):
+            signal.raise_signal(signal.SIGTERM)
         dist.all_reduce(ones())
-        if rank == 1:
-            sys.exit(0)
-        dist.broadcast_object_list(["checkpoint"], 0)  # bug
-
-    @staticmethod
-    def mended(rank: int, folder: Path) -> None:
-        dist.all_reduce(ones())
-        dist.broadcast_object_list(["checkpoint"], 0)
-        if rank == 1:
-            return
