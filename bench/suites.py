@@ -239,8 +239,8 @@ def lines(data: dict[str, Any]) -> list[str]:
     """Return the table, its sums, and the tests whose outcomes differ."""
     from table import head, row, short  # not in a suite, where this module is a plugin of pytest
 
-    table, notes, ratios = list[str](), list[str](), list[float]()
-    all_, same = Counter[str](), Counter[str]()
+    table, notes, ratios, walls = list[str](), list[str](), list[float](), list[float]()
+    all_, same, skipped = Counter[str](), Counter[str](), 0
     for name, kinds in data["suites"].items():
         own = kinds["own"]
         tests = sum(own["counts"].values())
@@ -249,7 +249,9 @@ def lines(data: dict[str, Any]) -> list[str]:
             all_[kind] += tests
             same[kind] += tests - len(differ)
             notes += [f"- {name}, {kind}: `{test}` {a}, then {b}" for test, a, b in differ]
+        skipped += own["counts"].get("skipped", 0)
         ratios.append(own["processor"] / kinds["processes"]["processor"])
+        walls.append(own["wall"] / kinds["processes"]["wall"])
         cells = [f"{name}@{own['commit']}", ", ".join(f"{n} {o}" for o, n in own["counts"].items())]
         cells += [str(tests - len(kinds[k]["differ"])) if k in kinds else "-" for k in KINDS[1:]]
         for what in ("processor", "wall"):
@@ -258,8 +260,13 @@ def lines(data: dict[str, Any]) -> list[str]:
     found = ["", "## Suites of other projects", "", *_WORDS]
     found += head("suite", "own", *KINDS[1:], "processor, s", "wall, s", "times less")
     sums = ", ".join(f"{same[kind]} of {all_[kind]} in {kind}" for kind in all_ if kind != "own")
-    sums = f"The same outcomes: {sums}. Median ratio: {short(statistics.median(ratios))}."
-    return [*found, *table, "", sums, "", *notes]
+    spans = [
+        f"{short(min(of))} to {short(max(of))}, median {short(statistics.median(of))}"
+        for of in (ratios, walls)
+    ]
+    sums = f"The same outcomes: {sums}; {skipped} are skipped tests."
+    less = f"Times less: {spans[0]}; by the clock {spans[1]}."
+    return [*found, *table, "", sums, less, "", *notes]
 
 
 if __name__ == "__main__":
