@@ -27,18 +27,19 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         """Return `error` as text only, so that any exception can travel."""
-        name, message = _describe(error)
         import traceback  # slow to import, and only a failure needs it
 
+        name, message = describe(error)
+        consequence, handled = False, ""
         try:
+            own = _handled(error)
+            consequence = own is not None
+            if own is None:  # what an exit code is about, only the error says that was handled then
+                own = chain_of(error)[1:] if isinstance(error, SystemExit) else []
+            handled = _headline(*describe(own[0])) if own else ""
             text = "".join(traceback.format_exception(error))
-        except Exception as broken:  # there may be no memory or no stack left
+        except BaseException as broken:  # a user's code, or there is no memory or no stack left
             text = f"<no traceback: to format it raised {type(broken).__name__}>"
-        own = _handled(error)
-        consequence = own is not None
-        if own is None:  # what an exit code is about, only the error says that was handled then
-            own = chain_of(error)[1:] if isinstance(error, SystemExit) else []
-        handled = _headline(*_describe(own[0])) if own else ""
         return cls(rank, name, _cut(message, 1500), _cut(text, 6000), consequence, handled)
 
     @property
@@ -48,17 +49,16 @@ class Failure(NamedTuple):
         return f"{line.rstrip(':')}, while it handled {self.handled}" if self.handled else line
 
 
-def _describe(error: BaseException) -> tuple[str, str]:
-    """Return the type and the text of any exception."""
-    kind = type(error)
-    name = kind.__qualname__
-    if kind.__module__ not in ("builtins", "__main__"):
-        name = f"{kind.__module__}.{name}"
+def describe(error: BaseException) -> tuple[str, str]:
+    """Return the type and the text of any exception, whatever its own code does."""
+    module, name = (type.__getattribute__(type(error), of) for of in ("__module__", "__qualname__"))
+    if module not in ("builtins", "__main__"):
+        name = f"{module}.{name}"
     try:
         text = str(error)
         if is_group(error):
             own = [leaf for leaf in leaves(error) if not is_consequence(leaf)] or leaves(error)
-            text += ": " + "; ".join(_headline(*_describe(leaf)) for leaf in own)
+            text += ": " + "; ".join(_headline(*describe(leaf)) for leaf in own)
         return name, text
     except BaseException as broken:  # a user's __str__ must not hide the failure
         return name, f"<no text: its __str__ raised {type(broken).__name__}>"
@@ -72,8 +72,10 @@ def _headline(kind: str, message: str) -> str:
 def chain_of(error: BaseException, seen: Sequence[BaseException] = ()) -> list[BaseException]:
     """Return `error`, what it was raised from or while handling, and so on, without the `seen`."""
     chain: list[BaseException] = []
+    known = {*map(id, seen)}
     link: BaseException | None = error
-    while link is not None and all(link is not earlier for earlier in (*seen, *chain)):
+    while link is not None and id(link) not in known:
+        known.add(id(link))
         chain.append(link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return chain
@@ -86,9 +88,15 @@ def is_group(error: BaseException | None) -> TypeGuard[BaseExceptionGroup[BaseEx
 
 def leaves(error: BaseException | None) -> list[BaseException]:
     """Return `error`, or the exceptions in it if it is a group, as of tasks that run together."""
-    if is_group(error):
-        return [leaf for member in error.exceptions for leaf in leaves(member)]
-    return [] if error is None else [error]
+    found: list[BaseException] = []
+    left = [error]
+    while left:  # not by recursion: groups may be nested more deeply than calls
+        one = left.pop()
+        if is_group(one):
+            left += reversed(one.exceptions)
+        elif one is not None:
+            found.append(one)
+    return found
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -31,8 +31,11 @@ _LOOK_AGAIN = 0.2  # seconds
 
 def reason(error: BaseException | None) -> BaseException | None:
     """Return `error`, unless it is a ``sys.exit(0)``: that is a normal end."""
-    if isinstance(error, SystemExit) and error.code in (None, 0):
-        return None
+    with contextlib.suppress(BaseException):  # the code may be an object of the program
+        if isinstance(error, SystemExit):
+            code = error.code
+            if code is None or (isinstance(code, int) and code == 0):
+                return None
     return error
 
 
@@ -155,14 +158,14 @@ class ExitHooks:
         error: BaseException,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, (SyncError, KeyboardInterrupt)):
+        if issubclass(kind, (SyncError, KeyboardInterrupt)):
             trace = users_part(trace) or trace
         try:
             if not _at_a_prompt():
-                self._end(error.with_traceback(trace))
+                self._end(BaseException.with_traceback(error, trace))
                 self._exit_call = None  # an earlier one, which was caught
         finally:
-            failure = Failure.of(0, error) if self._brief and isinstance(error, TORN) else None
+            failure = Failure.of(0, error) if self._brief and issubclass(kind, TORN) else None
             if failure and not failure.handled and show is sys.__excepthook__:
                 print(failure.headline, file=sys.stderr)  # noqa: T201
             else:
@@ -224,7 +227,8 @@ class ExitHooks:
         if self._process != os.getpid():  # a forked child, which is not the rank
             return
         if error is not None and self._thread_failure:
-            error.add_note(self._thread_failure)
+            with contextlib.suppress(Exception):  # an exception may forbid it
+                error.add_note(self._thread_failure)
         self._on_end(error)
 
     def _watch_child_of_multiprocessing(self) -> None:

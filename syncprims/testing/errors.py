@@ -7,10 +7,11 @@ import contextlib
 import pickle
 import sys
 import traceback
+from collections.abc import Callable
 from operator import attrgetter
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-from syncprims.errors import CollectiveMismatch, SyncError, is_group
+from syncprims.errors import CollectiveMismatch, SyncError, describe, is_consequence, is_group
 
 
 class DeadlockError(SyncError, RuntimeError):
@@ -73,12 +74,37 @@ def text_of(error: BaseException) -> str:
     """Return ``str(error)``, or "" if that raises: a user's code must not hide the failure."""
     try:
         return str(error)
-    except Exception:
+    except BaseException:
         return ""
 
 
+def presentable(error: BaseException) -> BaseException:
+    """Return `error`, or what stands for it if its own code raises where others look at it."""
+    try:
+        error.__traceback__ = error.__traceback__  # as `contextlib` does
+        if not is_consequence(error):  # those of this library are made in great number
+            traceback.format_exception(error)
+        return error
+    except BaseException:
+        stand_in = RemoteError(": ".join(describe(error)))
+        return stand_in.with_traceback(cast("Any", BaseException).__traceback__.__get__(error))
+
+
+def call_presentably(fn: Callable[[], object]) -> None:
+    """Call ``fn()``; what it raises is presentable."""
+    try:
+        fn()
+        return
+    except BaseException as raised:
+        error = presentable(raised)
+    try:
+        raise error  # not in the block above: what it stands for would be its context
+    finally:
+        del error  # its traceback has this frame
+
+
 class RemoteError(Exception):
-    """Stands for an exception whose type is unknown in this process."""
+    """Stands for an exception of an unknown type, or one whose own code raises."""
 
 
 class RemoteTraceback(Exception):
@@ -100,30 +126,29 @@ class PackedException(NamedTuple):
 
     def unpack(self) -> BaseException:
         """Return an exception of equal type and text; its cause shows the original traceback."""
-        error = pickle.loads(self.pickled) if self.pickled else self._rebuild()
-        assert isinstance(error, BaseException)
-        error.__cause__ = RemoteTraceback(self.traceback)
-        return error
+        error: BaseException = RemoteError(f"{self.module}.{self.name}: {self.text}")
+        with contextlib.suppress(BaseException):  # its own code raises, or its type is not here
+            error = pickle.loads(self.pickled) if self.pickled else self._rebuild() or error
+        cast("Any", BaseException).__cause__.__set__(error, RemoteTraceback(self.traceback))
+        return presentable(error)
 
-    def _rebuild(self) -> BaseException:
+    def _rebuild(self) -> BaseException | None:
         """Return an exception of this type and text without calling its constructor."""
-        with contextlib.suppress(Exception):
-            cls = attrgetter(self.name)(sys.modules[self.module])
-            if self.members:
-                return cast("BaseException", cls(self.text, [m.unpack() for m in self.members]))
-            if self.module == _PYTESTS:
-                return cast("BaseException", cls(self.text))
-            error: BaseException = cls.__new__(cls)
-            error.args = (self.text,)
-            if str(error) == self.text:
-                return error
-        return RemoteError(f"{self.module}.{self.name}: {self.text}")
+        cls = attrgetter(self.name)(sys.modules[self.module])
+        if self.members:
+            return cast("BaseException", cls(self.text, [m.unpack() for m in self.members]))
+        if self.module == _PYTESTS:
+            return cast("BaseException", cls(self.text))
+        error: BaseException = cls.__new__(cls)
+        error.args = (self.text,)
+        return error if str(error) == self.text else None
 
 
 def pack_exception(error: BaseException) -> PackedException:
     """Return `error` as plain data; :meth:`PackedException.unpack` restores it."""
+    error = presentable(error)
     kind, pickled = type(error), b""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(BaseException):  # what its own code raises
         data = pickle.dumps(error)
         if type(pickle.loads(data)) is kind:
             pickled = data

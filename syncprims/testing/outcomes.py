@@ -32,6 +32,7 @@ from typing import Any, Literal, TypeVar
 from syncprims._protocol.call_site import users_part
 from syncprims._protocol.deadlock import describe_group
 from syncprims._protocol.diagnosis import CURE_MISMATCH
+from syncprims._world.exit_hooks import reason
 from syncprims.errors import (
     TORN,
     CollectiveMismatch,
@@ -159,12 +160,16 @@ class RankOutcome:
         ``await_threads()`` returns when they have ended.
         """
         rank_threads.set(threads)
+
+        def run() -> None:
+            self.result = fn()
+            await_threads()
+            if threads.errors:
+                raise threads.errors[0]
+
         try:
             with world:
-                self.result = fn()
-                await_threads()
-                if threads.errors:
-                    raise threads.errors[0]
+                errors.call_presentably(run)
             self.end = "returned"
         except BaseException as error:
             kinds = {type(leaf) for leaf in leaves(error)}
@@ -172,7 +177,7 @@ class RankOutcome:
                 pass
             elif errors.Killed in kinds:
                 self.end = "killed"
-            elif isinstance(error, SystemExit) and not error.code:
+            elif reason(error) is None:
                 self.end = "returned"
             else:
                 self.fail(_first_cause([error, *threads.errors]))
@@ -183,8 +188,8 @@ class RankOutcome:
         Its traceback begins in user code, and ends there if the library has raised the error.
         """
         for text, advice in _ADVICE.items():
-            if text in str(error):
-                error.add_note(advice)
+            if text in errors.text_of(error):
+                add_note(error, advice)
         trace = error.__traceback__
         raised_in = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)][-1:]
         refused = isinstance(error, ValueError) and "".join(raised_in).startswith(_CORE)
@@ -197,7 +202,7 @@ class RankOutcome:
             if not name.startswith((_CORE, threading.__file__)):
                 break
             first = first.tb_next
-        self.end, self.error = "raised", error.with_traceback(first)
+        self.end, self.error = "raised", BaseException.with_traceback(error, first)
         self.consequence = is_consequence(error)
         # What it handled: a `finally` with a barrier, after an exception that others do not know.
         chain = chain_of(error) if isinstance(error, TORN) else []
@@ -315,7 +320,9 @@ def _find_error(run: WorldRun, *, equal_rounds: bool) -> BaseException | None:
         return errors.DeadlockError(text) if run.is_deadlock else errors.StallError(text)
     if failed:
         return _choose_consequence(run, failed)
-    died = [outcome.rank for outcome in run.outcomes if outcome.end == "died"]
+    # Whatever is known of its end: a rank that did not return did not pass.
+    passed = ("returned", "killed", "stopped")
+    died = [outcome.rank for outcome in run.outcomes if outcome.end not in passed]
     if died:
         return errors.RankDied(
             f"{_named(died)} died without a result\n{_all_lines(run)}\n"
@@ -440,9 +447,9 @@ def _with_report(outcome: RankOutcome, run: WorldRun, shown: Container[int]) -> 
 
 def add_note(error: E, note: str) -> E:
     """Return `error` with this note, unless it is empty or there already."""
-    if note and note not in getattr(error, "__notes__", ()):
-        with contextlib.suppress(Exception):  # an exception may forbid it
-            error.add_note(note)
+    with contextlib.suppress(BaseException):  # an exception may forbid it
+        if note and note not in getattr(error, "__notes__", ()):
+            BaseException.add_note(error, note)
     return error
 
 

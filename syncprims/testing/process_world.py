@@ -31,7 +31,7 @@ from syncprims._world.registry import BY_TORCH, load_backend
 from syncprims._world.runtime import become_rank, environ_without_rank, provided_world
 from syncprims._world.scratch import scratch_directory
 from syncprims._world.world import version
-from syncprims.errors import describe_exit
+from syncprims.errors import describe, describe_exit
 from syncprims.interface import Backend, Settings, Topology
 
 from .errors import pack_exception
@@ -339,11 +339,12 @@ def _describe_end(outcome: RankOutcome) -> dict[str, Any]:
     """Return how a rank has ended, without what its journal has already."""
     try:
         pickle.dumps(outcome.result)
-    except Exception as why:
+    except BaseException as why:
         outcome.fail(
             TypeError(
                 f"rank {outcome.rank} returns a {type(outcome.result).__name__}, which cannot "
-                f"be sent to the test: {why}. Return plain values, or use a world of threads"
+                f"be sent to the test: {': '.join(describe(why))}. Return plain values, or use a "
+                f"world of threads"
             )
         )
         outcome.result = None

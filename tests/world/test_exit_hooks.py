@@ -50,6 +50,21 @@ ENDINGS = {
     "an exit code": ("sys.exit(3)", "PeerFailed", ["SystemExit: 3"]),
     "an exit message": ("sys.exit('no config')", "PeerFailed", ["SystemExit: no config"]),
     "an interrupt": ("raise KeyboardInterrupt", "PeerFailed", ["KeyboardInterrupt"]),
+    "an exception whose own code fails": (
+        (
+            "class Hostile(Exception):\n"
+            "        __class__ = __cause__ = property(lambda self: 1 / 0)\n"
+            "        with_traceback = add_note = __str__ = lambda *_: 1 / 0\n"
+            "    raise Hostile"
+        ),
+        "PeerFailed",
+        ["Hostile: <no text: its __str__ raised ZeroDivisionError>"],
+    ),
+    "an exit with an object that equals 0": (
+        "sys.exit(type('Zero', (), {'__eq__': lambda *_: True, '__hash__': id})())",
+        "PeerFailed",
+        ["SystemExit: <__main__.Zero object"],
+    ),
     "exit code 0": ("sys.exit(0)", "PeerLost", ["rank 1 finished without a call"]),
     "exit without a code": ("raise SystemExit", "PeerLost", ["rank 1 finished without a call"]),
     "an old exception": (

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from syncprims._world.exit_hooks import reason
 from syncprims._world.runtime import current
 from syncprims.c10d.torch_internals import replaced
 from syncprims.errors import ConcurrentCall, SyncError, chain_of, leaves
@@ -195,7 +196,7 @@ class SuiteThreads(Suites):
             try:
                 return program(current().rank)
             except SystemExit as end:
-                if end.code:
+                if reason(end):
                     raise _Exited(end.code) from None
 
         spec = WorldSpec(run, ranks, torch=True, timeout=_LONGEST)
