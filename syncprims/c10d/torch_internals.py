@@ -503,23 +503,6 @@ def before_new_group(
     return replaced((c10d(), "_new_process_group_helper", make))
 
 
-def before_ddp_forward(check: Callable[[Any], None]) -> contextlib.AbstractContextManager[None]:
-    """Return a context with ``check(model)`` before each forward pass of DDP that synchronizes.
-
-    A model with a communication hook (`_comm_hooks`, 2.0 and newer) may average in its own way.
-    """
-    ddp: Any = torch.nn.parallel.DistributedDataParallel
-    original = ddp.forward
-
-    def forward(model: Any, *inputs: Any, **named: Any) -> Any:
-        syncs = model.require_backward_grad_sync and torch.is_grad_enabled()
-        if syncs and not model._comm_hooks and not torch.compiler.is_compiling():
-            check(model)
-        return original(model, *inputs, **named)
-
-    return replaced((ddp, "forward", forward))
-
-
 # -- ranks that are threads ------------------------------------------------------------------------
 
 

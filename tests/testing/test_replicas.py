@@ -84,6 +84,19 @@ def test_the_ranks_that_agree_are_named() -> None:
     assert caught.value.rank == 2
 
 
+def test_a_parameter_of_no_model_has_its_number_in_the_optimizer() -> None:
+    def program() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        own = nn.Parameter(torch.ones(1) + sp.get_rank())
+        optimizer = torch.optim.SGD([*model.parameters(), own], lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(sp.RankMismatch, match="\n  parameter 2 of the optimizer: no two"):
+        run_world(program, 2, replicas=True)
+
+
 def test_buffers_that_nobody_makes_equal_are_named() -> None:
     program = in_group(lambda: train(through, make(broadcast_buffers=False)))
     both = r"after step 1.*\n  buffer '1.running_mean', buffer '1.running_var': no two"

@@ -312,7 +312,7 @@ def meet_makers(call: str, ranks: Sequence[int] | None, timeout: float | None = 
 def _serve(store: Path, replicas: bool) -> Generator[None]:
     """Serve, within the block, every group that this process opens; `store` is a file.
 
-    With `replicas`, compare them at each step, and not only what DDP assumes.
+    With `replicas`, compare them at each step.
     """
     comparison = ReplicaComparison(partial(_shared, store))
     with (
@@ -322,7 +322,6 @@ def _serve(store: Path, replicas: bool) -> Generator[None]:
         changes_at_wait(),
         torch_internals.replaced((Channel, "sends_meet", True)),
         torch_internals.before_new_group(SameMembers(store)),
-        torch_internals.before_ddp_forward(comparison.before_ddp_forward),
         comparison.at_each_step() if replicas else contextlib.nullcontext(),
     ):
         yield

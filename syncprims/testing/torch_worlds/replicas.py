@@ -10,7 +10,7 @@ import contextlib
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from torch import nn
@@ -27,7 +27,7 @@ Shared = Callable[[], contextlib.AbstractContextManager[dict[Any, Any]]]
 
 
 class ReplicaComparison:
-    """Compares the parameters of DDP models, or all that each optimizer steps.
+    """Compares what each optimizer steps.
 
     That is its models, and the tensors that it keeps for them. A model is found by its forward
     pass. Its buffers are compared before the first pass after the step: until then, the
@@ -38,21 +38,9 @@ class ReplicaComparison:
         """Use the dictionary that all ranks share."""
         self._shared = shared
         self._seen = weakref.WeakSet[nn.Module]()  # that have had a forward pass
-        self._uses = weakref.WeakKeyDictionary[nn.Module | Optimizer, tuple[int, int]]()
-        self._counts = Counter[tuple[int, type]]()  # of the models and optimizers of each rank
+        self._uses = weakref.WeakKeyDictionary[Optimizer, tuple[int, int]]()
+        self._counts = Counter[int]()  # of the optimizers of each rank
         self._due = weakref.WeakKeyDictionary[nn.Module, tuple[str, object]]()  # at the next pass
-
-    def before_ddp_forward(self, model: DDP) -> None:
-        """Compare the parameters of a DDP model before a forward pass that synchronizes.
-
-        DDP assumes that they are equal, and trains on in silence where they are not.
-
-        :raises RankMismatch: if they differ.
-        """
-        number, count = self._count(model, DDP)
-        with torch_internals.without_modes():
-            place = f"before the synchronizing forward pass {count}", number
-            self._compare(model, place, replicas.digest_model(model))
 
     @contextlib.contextmanager
     def at_each_step(self) -> Generator[None]:
@@ -77,32 +65,34 @@ class ReplicaComparison:
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if _is_inside_another():
             return
-        number, step = self._count(optimizer, Optimizer)
+        number, step = self._count(optimizer)
         when = f"after step {step}" + (f" of optimizer {number}" if number else "")
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        all_stepped = (p for group in optimizer.param_groups for p in group["params"])
+        stepped = {
+            p: f"parameter {number} of the optimizer" for number, p in enumerate(all_stepped)
+        }
         with torch_internals.without_modes():
             for index, model in enumerate(self._find_models(stepped)):
                 found = replicas.digest_model(model)
                 found |= replicas.digest_optimizer(optimizer, [model])
                 self._compare(model, (when, index), found)
                 self._due[model] = f"before the forward pass {when}", index
-                known = set(model.parameters())
-                stepped = [p for p in stepped if p not in known]
-            names = (f"parameter {index} of the optimizer" for index in range(len(stepped)))
-            rest = replicas.digest_tensors(zip(names, stepped, strict=True))
+                for p in model.parameters():
+                    stepped.pop(p, None)
+            rest = replicas.digest_tensors((name, p) for p, name in stepped.items())
             self._compare(None, (when, "rest"), rest)
 
-    def _count(self, used: nn.Module | Optimizer, kind: type) -> tuple[int, int]:
-        """Return its number among those of its kind on this rank, and how often it was used."""
-        number, count = self._uses.get(used, (self._counts[current().rank, kind], 0))
+    def _count(self, optimizer: Optimizer) -> tuple[int, int]:
+        """Return its number among those of this rank, and how often it has stepped."""
+        number, count = self._uses.get(optimizer, (self._counts[current().rank], 0))
         if not count:
-            self._counts[current().rank, kind] += 1
-        self._uses[used] = number, count + 1
-        return self._uses[used]
+            self._counts[current().rank] += 1
+        self._uses[optimizer] = number, count + 1
+        return self._uses[optimizer]
 
-    def _find_models(self, stepped: Sequence[nn.Parameter]) -> list[nn.Module]:
+    def _find_models(self, stepped: Iterable[nn.Parameter]) -> list[nn.Module]:
         """Return the outermost models that have some of these, in their order."""
-        places = {p: place for place, p in reversed([*enumerate(stepped)])}
+        places = {p: place for place, p in enumerate(stepped)}
         found = {
             model: min(own)
             for model in self._seen

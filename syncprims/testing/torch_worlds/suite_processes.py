@@ -40,7 +40,6 @@ from syncprims.c10d import serve_every_backend
 from syncprims.c10d.group_world import make_variables
 from syncprims.c10d.point_to_point import Channel
 from syncprims.c10d.torch_internals import (
-    before_ddp_forward,
     before_new_group,
     c10d,
     dist,
@@ -54,12 +53,10 @@ from syncprims.interface import Board
 
 from . import (
     SameMembers,
-    _shared,  # pyright: ignore[reportPrivateUsage]
     _WorldStore,  # pyright: ignore[reportPrivateUsage]
     import_lazy_modules,
     meet_makers,
 )
-from .replicas import ReplicaComparison
 from .suites import Suites
 
 _standard: Any = multiprocessing  # its types leave out what is replaced here
@@ -560,7 +557,5 @@ def _join(folder: Path, store: object, rank: int, size: int, limit: float) -> _W
     if _task:
         _note_task(folder, rank)
     path = folder / f"store-{variables['SYNCPRIMS_RUN_ID']}"
-    comparison = ReplicaComparison(functools.partial(_shared, path))
-    _checks.enter_context(before_ddp_forward(comparison.before_ddp_forward))
     _checks.enter_context(before_new_group(SameMembers(path)))
     return _WorldStore(path, world, 0)
