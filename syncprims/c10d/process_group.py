@@ -158,6 +158,9 @@ class SyncProcessGroup(ProcessGroup):
         """Return the name that the program asked for: by it, torch's Python code chooses calls."""
         return self.served_as
 
+    #: In worlds of tests: see `as_gloo.check`.
+    limits: Callable[[str, str | None, Sequence[torch.Tensor]], str] | None = None
+
     #: What torch has called the group, and what the program has. They hide properties of C++.
     group_name: str = ""
     group_desc: str = "undefined"
@@ -268,9 +271,18 @@ class SyncProcessGroup(ProcessGroup):
         )
 
     def _note(
-        self, kind: str, what: str | None = None, root: int | None = None, op: str | None = None
+        self,
+        kind: str,
+        what: str | None = None,
+        root: int | None = None,
+        op: str | None = None,
+        tensors: Sequence[torch.Tensor] = (),
     ) -> Note:
-        known = root is None or 0 <= root < len(self._ranks)
+        refused, known = "", root is None or 0 <= root < len(self._ranks)
+        try:
+            what = f"{what}{self._limit_of(kind, op, tensors)}" if tensors else what
+        except ValueError as reason:
+            refused = str(reason)
         src = self._ranks[root] if root is not None and known else None
         note = self._rounds.note(kind, what, src, op)
         compares = self._rounds.settings.strict or self._rounds.observed
@@ -280,8 +292,14 @@ class SyncProcessGroup(ProcessGroup):
         if error is not None:
             self._fail(note, error)
         if not known:
-            self._refuse(note, f"root {root} is not a rank of a group of {len(self._ranks)} ranks")
+            refused = f"root {root} is not a rank of a group of {len(self._ranks)} ranks"
+        if refused:
+            self._refuse(note, refused)
         return note
+
+    def _limit_of(self, kind: str, op: str | None, tensors: Sequence[torch.Tensor]) -> str:
+        """Check a call against what the backend can that the program has asked for."""
+        return self.limits(kind, op, tensors) if self.limits and "gloo" in self.served_as else ""
 
     def _refuse(self, note: Note, why: str) -> NoReturn:
         """Raise that a call of this rank is impossible; the others get a `PeerFailed`."""
@@ -382,7 +400,7 @@ class SyncProcessGroup(ProcessGroup):
     def _reduce(self, kind: str, options: _Options, tensors: Tensors, root: int | None) -> None:
         for tensor in _listed(tensors):
             what = ("sparse " if tensor.is_sparse else "") + describe([tensor])
-            note = self._note(kind, what, root, options.op)
+            note = self._note(kind, what, root, options.op, [tensor])
             plain = tensor.detach()
             op = self._op_for(note, options.op, tensor)
             if tensor.is_sparse:
@@ -400,7 +418,7 @@ class SyncProcessGroup(ProcessGroup):
     def broadcast(self, options: _Options, tensors: Tensors) -> None:
         """Fill the tensors with those of the root."""
         for tensor in _listed(tensors):
-            note = self._note("broadcast", describe([tensor]), options.root)
+            note = self._note("broadcast", describe([tensor]), options.root, None, [tensor])
             src = self._ranks[options.root]
             if options.root == self._me:
                 values.broadcast(self._rounds, note, items_of(tensor), src, None, options.limit)
@@ -412,13 +430,14 @@ class SyncProcessGroup(ProcessGroup):
     def allgather(self, options: _Options, outputs: object, inputs: object) -> None:
         """Fill the lists of outputs with the inputs of all members, by rank."""
         for rooms, mine in _pairs(outputs, inputs):
-            self._gather(self._note("all_gather", describe([mine])), options, mine, rooms)
+            note = self._note("all_gather", describe([mine]), tensors=[mine])
+            self._gather(note, options, mine, rooms)
 
     @_collective("all_gather", 2, 1)
     def allgather_coalesced(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Fill ``outputs[rank]`` with all inputs of that rank."""
         for number, mine in enumerate(inputs):
-            note = self._note("all_gather_coalesced", describe([mine]))
+            note = self._note("all_gather_coalesced", describe([mine]), tensors=[mine])
             rooms = [of_rank[number] for of_rank in outputs if number < len(of_rank)]
             self._gather(note, options, mine, rooms)
 
@@ -426,7 +445,7 @@ class SyncProcessGroup(ProcessGroup):
     def gather(self, options: _Options, outputs: object, inputs: object) -> None:
         """Fill the outputs of the root with the inputs of all members."""
         (mine,) = _listed(inputs)
-        note = self._note("gather", describe([mine]), options.root)
+        note = self._note("gather", describe([mine]), options.root, None, [mine])
         if options.root == self._me:
             self._gather(note, options, mine, _nested(outputs))
         else:
@@ -448,7 +467,7 @@ class SyncProcessGroup(ProcessGroup):
     def all_gather_single(self, options: _Options, outputs: object, inputs: object) -> None:
         """Fill each output with the inputs of all members, one after the other."""
         for output, mine in zip(_listed(outputs), _listed(inputs), strict=True):
-            note = self._note("all_gather_into_tensor", describe([mine]))
+            note = self._note("all_gather_into_tensor", describe([mine]), tensors=[mine])
             self._check_whole(note, mine, output)
             with OutputTensors(output) as (items,):
                 self._gather_items(note, options, mine, self._parts(items))
@@ -464,10 +483,10 @@ class SyncProcessGroup(ProcessGroup):
     def scatter(self, options: _Options, outputs: object, inputs: object) -> None:
         """Fill the output with the input that the root has for this rank."""
         (output,) = _listed(outputs)
-        note = self._note("scatter", describe([output]), options.root)
+        given = _nested(inputs) if options.root == self._me else []
+        note = self._note("scatter", describe([output]), options.root, None, [output, *given])
         parts = rooms = [nothing()] * len(self._ranks)
         if options.root == self._me:
-            given = _nested(inputs)
             self._check(note, output, given)
             parts = [items_of(part) for part in given]
         with OutputTensors(output) as (room,):
@@ -478,7 +497,8 @@ class SyncProcessGroup(ProcessGroup):
     def reduce_scatter(self, options: _Options, outputs: object, inputs: object) -> None:
         """Fill the outputs with the reduction of what all members have for this rank."""
         for parts, output in _pairs(inputs, outputs):
-            note = self._note("reduce_scatter", describe(parts), None, options.op)
+            tensors = [output, *parts]
+            note = self._note("reduce_scatter", describe(parts), None, options.op, tensors)
             self._check(note, output, parts, of_size=[self._me])
             self._reduce_scatter(note, options, output, [items_of(part) for part in parts])
 
@@ -486,7 +506,7 @@ class SyncProcessGroup(ProcessGroup):
     def reduce_scatter_single(self, options: _Options, outputs: object, inputs: object) -> None:
         """Fill each output with the reduction of the parts that all members have for this rank."""
         for output, mine in zip(_listed(outputs), _listed(inputs), strict=True):
-            note = self._note("reduce_scatter_tensor", describe([mine]), None, options.op)
+            note = self._note("reduce_scatter_tensor", describe([mine]), None, options.op, [mine])
             self._check_whole(note, output, mine)
             items = items_of(mine)
             if items.nbytes > REDUCED_WHOLE:
@@ -520,7 +540,7 @@ class SyncProcessGroup(ProcessGroup):
         input_sizes: Sequence[int] | None = None,
     ) -> None:
         """Send the parts of `mine` to the members, and fill `output` with theirs."""
-        note = self._note("all_to_all_single", str(mine.dtype)[6:])
+        note = self._note("all_to_all_single", str(mine.dtype)[6:], tensors=[output, mine])
         if output.dtype != mine.dtype:
             self._refuse(note, f"the output is of {str(output.dtype)[6:]}; give one of that dtype")
         with OutputTensors(output) as (items,):
@@ -534,7 +554,7 @@ class SyncProcessGroup(ProcessGroup):
     @_collective("all_to_all", 2, 1)
     def alltoall(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Send the inputs to the members, and fill the outputs with theirs."""
-        note = self._note("all_to_all", str(inputs[0].dtype)[6:])
+        note = self._note("all_to_all", str(inputs[0].dtype)[6:], tensors=inputs)
         for tensors in inputs, outputs:
             self._check(note, inputs[0], tensors, of_size=())
         with OutputTensors(*outputs) as rooms:
@@ -602,14 +622,21 @@ class SyncProcessGroup(ProcessGroup):
     @_recorded("send")
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
         """Send a tensor; the `Work` is over when it may be changed."""
-        (tensor,) = _listed(tensors)
-        return self._point_to_point.transfer(tensor, self._me, dst, tag, self._timeout)
+        return self._transfer("send", tensors, self._me, dst, tag)
 
     @_recorded("recv")
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Any:
         """Receive into a tensor; the `Work` is over when it is filled."""
+        return self._transfer("recv", tensors, src, self._me, tag)
+
+    def _transfer(self, kind: str, tensors: Tensors, src: int, dst: int, tag: int) -> Any:
         (tensor,) = _listed(tensors)
-        return self._point_to_point.transfer(tensor, src, self._me, tag, self._timeout)
+        try:
+            self._limit_of(kind, None, [tensor])
+        except ValueError as error:
+            label = self._rounds.note(kind, describe([tensor])).label
+            raise InvalidCall(f"{label}: {error}") from None
+        return self._point_to_point.transfer(tensor, src, dst, tag, self._timeout)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
         """Refuse to receive from any rank, as NCCL does.

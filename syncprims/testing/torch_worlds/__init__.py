@@ -29,12 +29,12 @@ from syncprims._system.locks import locked
 from syncprims._world.runtime import find_world, get_world
 from syncprims._world.world import RunningWorld
 from syncprims.c10d import serve_every_backend, torch_internals
-from syncprims.c10d.point_to_point import Channel
 from syncprims.c10d.torch_internals import dist
 from syncprims.interface import Awaited, Board, Label
 from syncprims.testing.faults import current_target
 from syncprims.testing.orders import Mode
 
+from .as_gloo import as_gloo
 from .async_work import changes_at_wait, finishing
 from .rank_globals import RankGlobals, make_fresh_process
 from .replicas import ReplicaComparison
@@ -320,7 +320,7 @@ def _serve(store: Path, replicas: bool) -> Generator[None]:
         torch_internals.replaced_init_barrier(meet_makers),
         serve_every_backend(),
         changes_at_wait(),
-        torch_internals.replaced((Channel, "sends_meet", True)),
+        as_gloo(),
         torch_internals.before_new_group(SameMembers(store)),
         comparison.at_each_step() if replicas else contextlib.nullcontext(),
     ):

@@ -38,7 +38,6 @@ from syncprims._world.scratch import scratch_directory
 from syncprims._world.world import version
 from syncprims.c10d import serve_every_backend
 from syncprims.c10d.group_world import make_variables
-from syncprims.c10d.point_to_point import Channel
 from syncprims.c10d.torch_internals import (
     before_new_group,
     c10d,
@@ -57,6 +56,7 @@ from . import (
     import_lazy_modules,
     meet_makers,
 )
+from .as_gloo import as_gloo
 from .suites import Suites
 
 _standard: Any = multiprocessing  # its types leave out what is replaced here
@@ -378,7 +378,7 @@ def _prepare(before: Callable[[Any], None], seeds: list[Callable[[], Any]], data
 _kept: list[Any] = []  # until this process ends; empty in one that is not served
 _task: list[int] = []  # of a pool, that this process does: its job, and which part of that
 _spawned: list[int] = []  # this process, if its parent would have spawned it
-_checks = contextlib.ExitStack()  # of groups and of DDP's parameters, in the present world
+_checks = contextlib.ExitStack()  # of groups, in the present world
 
 
 def _serve(folder: Path) -> contextlib.ExitStack:
@@ -388,7 +388,8 @@ def _serve(folder: Path) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     stack.enter_context(serve_every_backend())
     stack.enter_context(replaced_init_barrier(meet_makers))
-    stack.enter_context(replaced((Channel, "sends_meet", True), (Board, "observed", True)))
+    stack.enter_context(as_gloo())
+    stack.enter_context(replaced((Board, "observed", True)))
     ours = module._new_process_group_helper
 
     def open_group(
