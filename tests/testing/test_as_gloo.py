@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from conftest import both_kinds
 from support.process_groups import with_gloo
 from support.rank_worlds import Kind, Ranks
 
+import syncprims as sp
 from syncprims.testing import run_world
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
@@ -27,7 +30,7 @@ DTYPES = sorted(
     key=str,
 )
 REDUCTIONS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG")
-Call = Callable[[], object]
+Call = Callable[[], Any]
 
 
 def two_ranks_on_gloo(program: Callable[[], Any], folder: Path) -> list[Any]:
@@ -111,3 +114,113 @@ def test_of_sparse_tensors_only_the_sum_is_served() -> None:
         return found
 
     assert run_world(served(program), 2, torch=True) == [[2, 0]] * 2
+
+
+COLLECTIVES = 12
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": torch.clone,
+    "a slice": lambda one: torch.cat([one, one])[len(one) :],
+    "transposed": lambda one: one.transpose(0, 3).contiguous().transpose(0, 3),
+    "inner transposed": lambda one: one.transpose(2, 3).contiguous().transpose(2, 3),
+    "channels_last": lambda one: one.contiguous(memory_format=torch.channels_last),
+    "with gaps": lambda one: torch.stack([one, -one], -1)[..., 0],
+}
+
+
+def calls_with(
+    given: Callable[[torch.Tensor], torch.Tensor],
+    filled: Callable[[torch.Tensor], torch.Tensor],
+    group: Any,
+) -> Iterator[tuple[str, Call]]:
+    """Yield each collective, which returns what it fills, with inputs and outputs of layouts."""
+    me = dist.get_rank()
+
+    def one(number: int = 0, parts: int = 1) -> torch.Tensor:
+        items = torch.arange(16.0 * parts) + 100 * me + 1000 * number
+        return given(items.view(2 * parts, 2, 2, 2))
+
+    def room(parts: int = 1) -> torch.Tensor:
+        return filled(torch.zeros(2 * parts, 2, 2, 2))
+
+    def of(call: Callable[..., object], outputs: Any, *args: Any) -> Call:
+        def run() -> list[torch.Tensor]:
+            call(*args, group=group)
+            return [outputs] if isinstance(outputs, torch.Tensor) else outputs or []
+
+        return run
+
+    pair, rooms, mine, into, whole = [one(1), one(2)], [room(), room()], one(), room(), room(2)
+    main = me == 0
+    yield "all_reduce", of(dist.all_reduce, mine, mine)
+    yield "all_reduce_coalesced", of(dist.all_reduce_coalesced, pair, pair)
+    yield "reduce", of(dist.reduce, mine if main else [], mine, 0)
+    yield "broadcast", of(dist.broadcast, mine, mine, 0)
+    yield "all_gather", of(dist.all_gather, rooms, rooms, mine)
+    yield "all_gather_into_tensor", of(dist.all_gather_into_tensor, whole, whole, mine)
+    yield "gather", of(dist.gather, rooms if main else [], mine, rooms if main else None, 0)
+    yield "scatter", of(dist.scatter, into, into, pair if main else None, 0)
+    yield "reduce_scatter", of(dist.reduce_scatter, into, into, pair)
+    yield "reduce_scatter_tensor", of(dist.reduce_scatter_tensor, into, into, one(3, 2))
+    yield "all_to_all", of(dist.all_to_all, rooms, rooms, pair)
+    yield "all_to_all_single", of(dist.all_to_all_single, whole, whole, one(3, 2))
+
+
+def results_by_layout(group_for_each: bool = False) -> dict[str, list[Any] | None]:
+    """Return what each collective fills, or None where it is refused, by layout and place."""
+    found: dict[str, list[Any] | None] = {}
+    places = itertools.product(LAYOUTS, ("in", "out", "both"), ((0,), (1,), (0, 1)))
+    for layout, where, ranks in places:
+        here = LAYOUTS[layout] if dist.get_rank() in ranks else torch.clone
+        given, filled = (here if where in (side, "both") else torch.clone for side in ("in", "out"))
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        for number in range(COLLECTIVES):
+            name, call = [*calls_with(given, filled, group)][number]
+            try:
+                values: Any = [one.tolist() for one in call()]
+            except (RuntimeError, ValueError):
+                values = None
+            found[f"{name}, {where} {layout} on {ranks}"] = values
+            if group_for_each:  # a mismatch breaks a group of ours
+                dist.destroy_process_group(group)
+                group = dist.new_group()
+    return found
+
+
+def test_a_layout_is_refused_exactly_where_gloo_fails_or_is_wrong(tmp_path: Path) -> None:
+    theirs = two_ranks_on_gloo(results_by_layout, tmp_path / "gloo")
+    right = run_world(served(results_by_layout, "syncprims"), 2, torch=True)
+    ours = run_world(served(lambda: results_by_layout(True)), 2, torch=True)
+    for case in ours[0]:
+        of_gloo, correct, of_ours = ([of[case] for of in each] for each in (theirs, right, ours))
+        assert None not in correct
+        assert (of_ours == correct) == (of_gloo == correct), case
+        assert of_ours == correct or None in of_ours, case
+
+
+def refuse_transfers() -> None:
+    """Start transfers that are refused at once."""
+    if dist.get_rank() == 0:
+        for layout in LAYOUTS.keys() - {"contiguous", "a slice"}:
+            for call in dist.isend, dist.irecv:
+                with pytest.raises((RuntimeError, ValueError), match="contiguous"):
+                    call(LAYOUTS[layout](torch.zeros(2, 2, 2, 2)), 1)
+
+
+def test_a_transfer_is_refused_where_gloo_refuses_it(tmp_path: Path) -> None:
+    two_ranks_on_gloo(refuse_transfers, tmp_path / "gloo")
+    run_world(served(refuse_transfers), 2, torch=True)
+
+
+@both_kinds
+def test_a_layout_that_differs_names_gloo_and_both_lines(kind: Any) -> None:
+    def program() -> None:
+        one = torch.ones(2, 3)
+        if dist.get_rank():
+            dist.all_reduce(torch.ones(3, 2).T)
+        else:
+            dist.all_reduce(one)
+
+    with pytest.raises(sp.CollectiveMismatch) as caught:
+        run_world(served(program), 2, kind=kind, torch=True)
+    assert "'float32[2, 3], by Gloo in the order [1, 0] of dimensions'" in str(caught.value)
+    assert str(caught.value).count("test_as_gloo.py:") >= 2
