@@ -41,7 +41,7 @@ class FaultMissed(SyncError, RuntimeError):
 
 
 class UnfinishedWork(SyncError, RuntimeError):
-    """A rank has never waited for a call of ``torch.distributed`` with ``async_op=True``."""
+    """A rank has not waited for a call of ``torch.distributed``, or used its tensors before."""
 
 
 class UncontrolledError(SyncError, RuntimeError):

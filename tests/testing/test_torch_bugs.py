@@ -308,3 +308,68 @@ def test_a_kill_in_a_backward_pass_is_named_in_processes() -> None:
 @pytest.mark.parametrize("schedules", [10, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_a_correct_training_has_no_report(schedules: int) -> None:
     assert explore(train, 3, schedules=schedules, torch=True).distinct > 1
+
+
+def sent_and_cleared(one: torch.Tensor) -> None:
+    if dist.get_rank():
+        dist.recv(one, 0)
+    else:
+        work: Any = dist.isend(one, 1)
+        one.zero_()
+        work.wait()
+
+
+def filled_before_received(one: torch.Tensor) -> None:
+    if dist.get_rank():
+        work: Any = dist.irecv(one, 0)
+        one.fill_(float("nan"))
+        work.wait()
+    else:
+        dist.send(one, 1)
+
+
+def divided_before_wait(one: torch.Tensor) -> None:
+    work = dist.all_reduce(one, async_op=True)
+    one.div_(2)
+    work.wait()
+
+
+def source_changed_before_wait(one: torch.Tensor) -> None:
+    work = dist.broadcast(one, 0, async_op=True)
+    if dist.get_rank() == 0:
+        one.add_(1)
+    work.wait()
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+@pytest.mark.parametrize(
+    "bug",
+    [sent_and_cleared, filled_before_received, divided_before_wait, source_changed_before_wait],
+)
+def test_a_buffer_that_changes_before_wait_is_named(
+    bug: Callable[[torch.Tensor], None], kind: Any
+) -> None:
+    def body() -> None:
+        dist.init_process_group("gloo")
+        bug(torch.ones(4))
+
+    with pytest.raises(UnfinishedWork) as caught:
+        run_world(body, 2, kind=kind, torch=True)
+    assert str(caught.value).count("test_torch_bugs.py:") == 2
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_buffer_that_stays_as_it_is_until_wait_is_no_bug(kind: Any) -> None:
+    def body() -> list[float]:
+        dist.init_process_group("gloo")
+        peer = 1 - dist.get_rank()
+        one, other = torch.tensor([float("nan"), 1.0]), torch.zeros(2)  # NaN equals nothing
+        works: Any = [dist.irecv(other, peer), dist.isend(one, peer)]
+        assert other.tolist() == [0, 0]  # whoever reads it too early sees that
+        for work in works:
+            work.wait()
+        summed: Any = dist.all_reduce(one, async_op=True)
+        summed.wait()
+        return [other[1].item(), one[1].item()]
+
+    assert run_world(body, 2, kind=kind, torch=True) == [[1, 2]] * 2
