@@ -282,6 +282,7 @@ def _run_worker(job: _Job, rank: int) -> None:
         with threads_belong_to_ranks():
             outcome.run_program(program, provided_world(), await_threads, StartedThreads())
         write("end", _describe_end(outcome))
+        _save_coverage()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -296,6 +297,14 @@ def _run_worker(job: _Job, rank: int) -> None:
                 end_processes(None, os.getpid())
         finally:
             os._exit(code)  # in any case: else a forked worker goes on with the parent's program
+
+
+def _save_coverage() -> None:
+    """Keep which lines this process has run, if they are measured: Python does not exit here."""
+    coverage: Any = sys.modules.get("coverage")
+    if coverage and (measured := coverage.Coverage.current()):
+        warnings.simplefilter("ignore")  # of none that was to be measured
+        measured.save()
 
 
 def _set_up(job: _Job, rank: int) -> None:
