@@ -34,6 +34,9 @@ if STARTUP not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
 # At each connection to a store, torch asks a name server for the name of the peer. If a server is
 # busy, this takes 5 s; without any, torch warns.
 os.environ |= {"RES_OPTIONS": "attempts:0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+# For each pytest that a test starts, as pyproject.toml says for this one.
+_UNUSED = "asyncio", "hypothesispytest", "repeat", "rerunfailures", "trio"
+os.environ["PYTEST_ADDOPTS"] = " ".join(f"-p no:{plugin}" for plugin in _UNUSED)
 
 # `nohup`, and a shell without job control, start processes that ignore these, and so would ranks.
 for _number, _action in (

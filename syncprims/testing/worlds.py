@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -81,6 +82,7 @@ def run_world(
 def run_once(spec: WorldSpec) -> WorldRun:
     """Run one world, and return how it went, even if it failed."""
     output = test_context.get().make_output()
+    spec = dataclasses.replace(spec, fn=_as_example(spec.fn))
     try:
         if spec.kind == "threads":
             return run_threads(spec, output)
@@ -90,6 +92,36 @@ def run_once(spec: WorldSpec) -> WorldRun:
     finally:
         if output is not None:
             output.close()
+
+
+def _as_example(fn: Callable[[], Any]) -> Callable[[], Any]:
+    """Return `fn` for ranks that take part in the example that runs here, if one does.
+
+    Hypothesis keeps it for its own thread. With it, ``assume`` and ``note`` work on each rank.
+
+    :raises ValueError: by `fn`, if it draws values, of which each rank would have its own.
+    """
+    control: Any = sys.modules.get("hypothesis.control")
+    if control is None or not control.currently_in_test_context():
+        return fn
+    reporting: Any = sys.modules["hypothesis.reporting"]
+    example, report = control.current_build_context(), reporting.current_reporter()
+
+    def run() -> Any:
+        __tracebackhide__ = True
+        data, drawn = example.data, example.data.length
+        with control._current_build_context.with_value(example), reporting.with_reporter(report):
+            try:
+                return fn()
+            finally:
+                if data.frozen or data.length != drawn:  # also where a replay has no more values
+                    raise ValueError(
+                        "a rank has drawn values, as from st.data(), st.randoms() or "
+                        "st.functions(), and each rank has its own: draw them in @given, before "
+                        "the world begins, as with st.composite"
+                    )
+
+    return run
 
 
 # -- many schedules --------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ HEAVY = {"torch", "numpy", "filelock", "safetensors", "tqdm", "pytest", "matplot
 ROOM_FOR = {
     "syncprims.backends.torch": {"torch", "numpy"},
     "syncprims.testing.plugin": {"pytest"},
+    "syncprims.testing.torchrun_items": {"pytest"},
+    "syncprims.testing.world_mark": {"pytest"},
     "syncprims.tracing": {"numpy"},
     "syncprims.training": {"torch", "numpy", "safetensors"},
     "syncprims.accelerate": {"torch", "numpy"},

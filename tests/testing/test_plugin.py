@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 from conftest import both_kinds
 from support import ROOT
+from support.pages import tables
 
 from syncprims.errors import install
 
@@ -58,10 +59,12 @@ class Project:
     def run(self, *options: str, stdin: str = "", **variables: str) -> Result:
         # Nor may a CI around us show: there pytest repeats a whole message in its summary.
         told = ("PYTEST", "COV", "CI", "BUILD_NUMBER")
+        unused = os.environ["PYTEST_ADDOPTS"]
         clean = {k: v for k, v in os.environ.items() if not k.startswith(told)}
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
-            cwd=self.folder, env={**clean, **variables}, input=stdin, text=True,
+            cwd=self.folder, env={**clean, "PYTEST_ADDOPTS": unused, **variables}, input=stdin,
+            text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
         return Result(done.returncode, done.stdout)
@@ -131,9 +134,13 @@ NO_WORLD = [
     ("rank=4", f"there is no argument rank=; it takes {ARGUMENTS}"),
     ("4, 5", "only ranks can be given without a keyword"),
     ("ranks=2, faults=[Kill(rank=9, at=1)]", "Kill(rank=9, at=1): there are ranks 0 to 1"),
+    ("faults=Kill(rank=1, at=1)", "faults is a list, and Kill(rank=1, at=1) is a Kill"),
     ("seed='5x'", "seed='5x': a seed is a number, pct<depth>-<steps>-<number>, or order-..."),
     ("timeout='5'", "timeout='5': it takes seconds, or a timedelta"),
-    ("torch=True", f"torch=True serves torch.distributed, which cannot be imported: none. {HOW}"),
+    ("kind='thread'", "kind='thread': it takes 'threads' or 'processes'"),
+    ("kind='processes', schedules=9", "schedules= is for worlds of threads: say kind='threads'"),
+    ("backend='file'", "backend= is for worlds of processes: say kind='processes'"),
+    ("kind='processes', backend='fiel'", "there is no backend named 'fiel'; known are: "),
 ]  # fmt: skip
 
 
@@ -149,21 +156,56 @@ WITHOUT_TORCH = """
 """
 
 
-def test_a_mark_that_asks_for_no_world_fails_its_test_in_one_line(project: Project) -> None:
-    tests = [
-        f"@pytest.mark.world({asked})\ndef test_{number}(): pass\n"
-        for number, (asked, _) in enumerate(NO_WORLD)
-    ]
-    head = "import pytest\nfrom syncprims.testing import Kill\ndef test_other(): pass\n"
-    project.write("\n".join([head, *tests]))
+def test_a_mark_that_asks_for_no_world_fails_at_collection_with_its_line(project: Project) -> None:
+    """On a function, a method, a class, a module, and a parameter set."""
+    head = "import pytest\nfrom syncprims.testing import Kill\n"
+    for number, (asked, _) in enumerate(NO_WORLD):
+        mark = f"@pytest.mark.usefixtures('tmp_path')\n@pytest.mark.world({asked})\n"
+        project.write(f"{head}\n{mark}def test_it(): pass\n", f"test_{number}.py")
+    wrong = "pytest.mark.world(ranks=0)"
+    project.write(f"{head}class TestIt:\n  @{wrong}\n  def test_it(self): pass", "test_method.py")
+    project.write(f"{head}@{wrong}\nclass TestIt:\n  def test_it(self): pass", "test_class.py")
+    project.write(f"{head}pytestmark = [{wrong}]\ndef test_it(): pass", "test_module.py")
+    project.write(
+        f"{head}@pytest.mark.parametrize('n', [1,\n pytest.param(2, marks={wrong})])\n"
+        "def test_it(n): pass",
+        "test_param.py",
+    )
+    result = project.run("-rN")
+    assert result.code == 2, result.out
+    failures = result.out.partition("ERRORS")[2]
+    reports = re.findall(
+        r"^_+ ERROR collecting (\S+) _+\n(.*)\n(?=_+ |[!=])", failures, re.MULTILINE
+    )
+    found = {name.partition("::")[0]: text for name, text in reports}
+    assert found.keys() == {path.name for path in project.folder.glob("test_*.py")}
+    for number, (_, why) in enumerate(NO_WORLD):
+        name, text = f"test_{number}.py", found[f"test_{number}.py"]
+        assert text.startswith(f"{name}:5: pytest.mark.world("), text
+        assert f"): {why}" in text, text
+    for name, line in {"method": 4, "class": 3, "module": 3, "param": 4}.items():
+        said = f"test_{name}.py:{line}: {wrong}: ranks=0: a world has at least one rank"
+        assert found[f"test_{name}.py"] == said
+
+
+def test_a_mark_that_needs_torch_fails_its_test_where_that_is_missing(project: Project) -> None:
+    project.write("""
+        import pytest
+
+        @pytest.mark.world(torch=True)
+        def test_it():
+            pass
+
+        @pytest.mark.skipif(True, reason="no torch")
+        @pytest.mark.world(torch=True)
+        def test_skipped():
+            pass
+    """)
     project.write(WITHOUT_TORCH, "conftest.py")
     result = project.run("-rN")
-    assert result.counts(failed=len(NO_WORLD), passed=1), result.out
-    failures = result.out.partition("FAILURES")[2]
-    reports = re.findall(r"^_+ test_(\d+) _+\n(.*)\n(?=_+ test|=)", failures, re.MULTILINE)
-    assert {int(number): text for number, text in reports} == {
-        number: f"pytest.mark.world: {why}" for number, (_, why) in enumerate(NO_WORLD)
-    }
+    assert result.counts(failed=1, skipped=1), result.out
+    why = f"torch=True serves torch.distributed, which cannot be imported: none. {HOW}"
+    assert f"\npytest.mark.world: {why}\n" in result.out
 
 
 def test_a_deadlock_is_reported_with_output_by_rank_and_the_line_to_paste(project: Project) -> None:
@@ -409,43 +451,6 @@ def test_a_timeout_of_pytests_ends_the_world(project: Project) -> None:
     assert result.out.count("from pytest-timeout") >= 2
 
 
-def test_coverage_counts_all_ranks(project: Project) -> None:
-    """With the lines that docs/testing.md gives for processes."""
-    pytest.importorskip("pytest_cov")
-    lines = '[tool.coverage.run]\npatch = ["_exit"]\nparallel = true\n'
-    page = (ROOT / "docs/testing.md").read_text()
-    assert lines in textwrap.dedent(page.split("```toml")[1].split("```")[0])
-    project.write(lines, "pyproject.toml")
-    project.write(
-        """
-        import syncprims as sp
-
-        def work():
-            if sp.get_rank() == 1:
-                mine = "the second's"
-            elif sp.get_rank() == 2:
-                mine = "the third's"
-            else:
-                mine = "nobody's in particular"
-            sp.barrier()
-            return mine
-        """,
-        "program.py",
-    )
-    for kind in ("threads", "processes"):
-        project.write(f"""
-            import pytest
-            from program import work
-
-            @pytest.mark.world(ranks=3, kind="{kind}")
-            def test_it():
-                work()
-        """)
-        result = project.run("--cov=program")
-        (line,) = [line for line in result.out.splitlines() if line.startswith("program.py")]
-        assert line.split()[-1] == "100%", result.out
-
-
 def run_once(project: Project, make: str, tests: str) -> tuple[Result, int]:
     """Run tests that use a thing of the session in two workers; return how often it was made."""
     log = project.folder / "log"
@@ -549,21 +554,6 @@ def test_what_ranks_patch_is_undone(project: Project) -> None:
     assert result.counts(passed=5), result.out
 
 
-@pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="older pytests have no subtests")
-def test_what_would_be_lost_in_processes_is_refused(project: Project) -> None:
-    project.write("""
-        import pytest
-        import syncprims as sp
-        @pytest.mark.world(ranks=2, kind=["threads", "processes"])
-        def test_parts(subtests):
-            with subtests.test("part"):
-                sp.barrier()
-    """)
-    result = project.run()
-    assert result.counts(passed=1, failed=1), result.out
-    assert "subtests reports to the process of pytest" in result.out
-
-
 def test_a_mark_of_a_parameter_set_names_one_world(project: Project) -> None:
     project.write("""
         import pytest
@@ -576,8 +566,8 @@ def test_a_mark_of_a_parameter_set_names_one_world(project: Project) -> None:
             assert sp.get_world_size() == n
     """)
     result = project.run()
-    assert result.counts(passed=1, failed=1), result.out
-    assert "world: a mark of one parameter set" in result.out
+    assert result.code == 2, result.out
+    assert "test_it.py:7: pytest.mark.world(ranks=[2, 3]): a mark of one parameter" in result.out
 
 
 def test_a_failure_says_that_a_world_has_stalled_before(project: Project) -> None:
@@ -599,3 +589,296 @@ def test_a_failure_says_that_a_world_has_stalled_before(project: Project) -> Non
     assert done.counts(failed=2, passed=1)
     said = "A world has stalled in this process before, in test_it.py::test_first. See that first."
     assert done.out.count(said) == 1
+
+
+# -- other plugins and forms of tests --------------------------------------------------------------
+
+
+WITH = {
+    "hypothesis": (["hypothesis"], """
+        from hypothesis import given, strategies as st
+
+        @both
+        @given(st.lists(st.integers()))
+        def test_it(drawn):
+            assert sp.all_gather(drawn) == [drawn] * 2
+     """, [], {"passed": 2}, ""),
+    "`st.data()`": (["hypothesis"], """
+        from hypothesis import given, strategies as st
+
+        @both
+        @given(st.data())
+        def test_it(data):
+            data.draw(st.integers())
+
+        @both
+        @given(st.randoms(use_true_random=False))
+        def test_other(random):
+            sp.all_gather(random.random())
+     """, [], {"failed": 4}, "a rank has drawn values"),
+    "asyncio": (["pytest_asyncio"], """
+        import asyncio, pytest_asyncio
+
+        @pytest_asyncio.fixture
+        async def four():
+            return 4
+
+        @both
+        def test_it(four):
+            async def body():
+                await asyncio.sleep(0)
+                return sp.all_reduce(four)
+            assert asyncio.run(body()) == 8
+     """, ["-o", "asyncio_mode=auto"], {"passed": 2}, ""),
+    "anyio": (["anyio"], """
+        import anyio
+
+        @both
+        def test_it():
+            async def body():
+                await anyio.sleep(0)
+                return sp.all_reduce(4)
+            assert anyio.run(body) == 8
+     """, [], {"passed": 2}, ""),
+    "trio": (["trio", "pytest_trio"], """
+        import trio
+
+        @both
+        def test_it():
+            async def body():
+                await trio.sleep(0)
+                return sp.all_reduce(4)
+            assert trio.run(body) == 8
+     """, [], {"passed": 2}, ""),
+    "`async def`": (["pytest_asyncio", "pytest_trio", "anyio", "hypothesis"], """
+        import functools
+        from hypothesis import given, strategies as st
+
+        @both
+        @pytest.mark.asyncio
+        async def test_asyncio():
+            pass
+
+        @both
+        @pytest.mark.trio
+        async def test_trio():
+            pass
+
+        @both
+        @pytest.mark.anyio
+        async def test_anyio(anyio_backend_name):
+            pass
+
+        @both
+        @given(st.integers())
+        async def test_drawn(drawn):
+            pass
+
+        def decorated(body):
+            @functools.wraps(body)
+            def call():
+                return body()
+            return call
+
+        @both
+        @decorated
+        async def test_hidden():
+            sp.barrier()
+     """, [], {"failed": 12}, "pytest.mark.world runs plain functions: call asyncio.run inside"),
+    "`unittest.TestCase`": ([], """
+        import unittest
+        from syncprims.testing import run_world
+
+        class TestIt(unittest.TestCase):
+            def test_it(self):
+                self.assertEqual(run_world(sp.get_rank, 2), [0, 1])
+
+        @both
+        class TestMarked(unittest.TestCase):
+            def test_it(self):
+                pass
+     """, [], {"passed": 1, "failed": 1}, "call syncprims.testing.run_world"),
+    "`subtests`": ([], """
+        @both
+        def test_it(subtests):
+            with subtests.test("part"):
+                sp.barrier()
+     """, [], {"passed": 1, "failed": 1}, "subtests reports to the process of pytest"),
+    "pytest-xdist": (["xdist"], """
+        @both
+        def test_it():
+            sp.barrier()
+     """, ["-n", "2"], {"passed": 2}, "created: 2/2 workers"),
+    "pytest-cov": (["pytest_cov"], """
+        from program import work
+
+        @pytest.mark.world(2, kind="processes")
+        def test_it():
+            work()
+     """, ["--cov=program"], {"passed": 1}, "100%"),
+    "pytest-randomly": (["pytest_randomly"], """
+        @both
+        def test_it():
+            sp.barrier()
+     """, [], {"passed": 2}, "Using --randomly-seed="),
+    "pytest-timeout": (["pytest_timeout"], """
+        @both
+        def test_it():
+            sp.barrier()
+            while sp.get_rank():
+                pass
+            sp.barrier()
+     """, ["--timeout=1"], {"failed": 2}, "from pytest-timeout"),
+    "pytest-rerunfailures": (["pytest_rerunfailures"], """
+        from pathlib import Path
+
+        @both
+        def test_it(request):
+            sp.barrier()
+            first = sp.is_main() and not (log := Path(f"{request.node.name}.log")).exists()
+            if first:
+                log.touch()
+            assert not first
+            sp.barrier()
+     """, ["--reruns=1"], {"passed": 2, "rerun": 2}, ""),
+    "pytest-repeat": (["pytest_repeat"], """
+        @both
+        def test_it():
+            sp.barrier()
+     """, ["--count=3"], {"passed": 6}, ""),
+}  # fmt: skip
+HEAD = """
+        import pytest
+        import syncprims as sp
+
+        both = pytest.mark.world(ranks=2, kind=["threads", "processes"])
+"""
+WITH_HYPOTHESIS = "-p no:asyncio -p no:trio"
+BY_RANK = """
+    import syncprims as sp
+
+    def work():
+        if sp.get_rank():
+            mine = "the second's"
+        else:
+            mine = "the first's"
+        sp.barrier()
+        return mine
+"""
+
+
+@pytest.mark.parametrize("row", WITH)
+def test_a_plugin_or_form_works_as_its_row_on_the_page_says(project: Project, row: str) -> None:
+    modules, source, options, counts, said = WITH[row]
+    for module in modules:
+        pytest.importorskip(module)
+    if row == "`subtests`" and not hasattr(pytest, "Subtests"):
+        pytest.skip("older pytests have no subtests")
+    project.write(HEAD + source)
+    project.write(BY_RANK, "program.py")
+    result = project.run(*options, PYTEST_ADDOPTS="")
+    assert result.counts(**counts), result.out
+    assert said in result.out
+
+
+def test_each_row_on_the_page_has_a_test() -> None:
+    (table,) = [t for t in tables(ROOT / "docs/testing.md") if t.columns[0] == "plugin or form"]
+    assert {one for cell in table.column() for one in cell.split(", ")} == {*WITH}
+
+
+@both_kinds
+def test_an_example_of_hypothesis_is_shrunk_once_for_all_ranks(project: Project, kind: str) -> None:
+    pytest.importorskip("hypothesis")
+    project.write(f"""
+        import pytest
+        import syncprims as sp
+        from hypothesis import Phase, assume, given, note, settings, strategies as st
+        from unittest import mock
+
+        several = pytest.mark.world(ranks=2, kind="{kind}")
+        phases = [Phase.generate, Phase.shrink]
+        few = settings(max_examples=10, derandomize=True, phases=phases)
+
+        @several
+        class TestMethod:
+            @few
+            @given(x=st.integers(0, 100))
+            @mock.patch("time.ctime", return_value="now")
+            def test_it(self, ctime, x):
+                import time
+                assume(x % 2 == 0)
+                assert time.ctime() == "now"
+                sp.barrier()
+                if x > 2 and sp.get_rank() == 1:
+                    note("too large")
+                    raise ValueError(x)
+                sp.barrier()
+
+        @several
+        @few
+        @given(x=st.integers(0, 100))
+        def test_skipped(x):
+            sp.barrier("first")
+            if x > 1 and sp.get_rank() == 1:
+                return
+            sp.barrier("second")
+    """)
+    result = project.run("-W", "error", PYTEST_ADDOPTS=WITH_HYPOTHESIS)
+    assert result.counts(failed=2), result.out
+    assert "rank 1 of 2: raised ValueError: 4 after its round 1, barrier" in result.out
+    assert "DeadlockError: rank 0 of 2 waits and can never go on; rank 1 has" in result.out
+    for found in ("x=4,", "x=2,"):
+        assert result.out.count(found) == 1, result.out
+    if kind == "threads":
+        assert result.out.count("--world-seed=") == 2, result.out
+        assert result.out.count("too large") == 1 + 1  # the line itself
+
+
+def test_hypothesis_finds_an_order_again(project: Project) -> None:
+    """Its engine runs an example more than once: with the seed of the first time."""
+    pytest.importorskip("hypothesis")
+    project.write("""
+        import pytest
+        import syncprims as sp
+        from hypothesis import given, settings, strategies as st
+
+        order = []
+
+        @pytest.mark.world(ranks=2, torch=True)
+        @settings(max_examples=5)
+        @given(st.integers(0, 100))
+        def test_torch(x):
+            import torch
+            torch.distributed.init_process_group("gloo")
+            torch.distributed.all_reduce(total := torch.tensor(x))
+            assert total == 2 * x
+
+        @pytest.mark.world(ranks=3, schedules=10)
+        @settings(max_examples=20, derandomize=True)
+        @given(st.integers(0, 100))
+        def test_it(x):
+            if sp.is_main():
+                order.clear()
+            sp.barrier()
+            order.append(sp.get_rank())
+            sp.barrier()
+            assert x < 7 or order != [2, 1, 0]
+    """)
+    result = project.run(PYTEST_ADDOPTS=WITH_HYPOTHESIS)
+    assert result.counts(passed=1, failed=1), result.out
+    assert "schedules fail; this is the shortest" in result.out
+    assert "Flaky" not in result.out
+    assert "    7,\n" in result.out or "x=7," in result.out
+
+
+def test_a_mark_drops_no_result(project: Project) -> None:
+    project.write("""
+        import pytest
+
+        @pytest.mark.world(ranks=2, kind=["threads", "processes"])
+        def test_it():
+            return 1 == 2
+    """)
+    result = project.run()
+    assert result.counts(failed=2), result.out
+    assert "the test returned False, which is no check: assert it" in result.out
