@@ -77,6 +77,26 @@ def describe_line(path: str, number: int) -> str:
     return f"{relative[-_LONGEST_PATH:]}:{number}"
 
 
+def is_standard(frame: FrameType) -> bool:
+    """Return whether this is a frame of Python's own modules."""
+    path = frame.f_code.co_filename
+    return path.startswith((_STANDARD, "<frozen ")) and "site-packages" not in path
+
+
+def describe_users_line(frame: FrameType) -> str:
+    """Return the innermost line of the user's in this stack, as ``file:line``.
+
+    It is one of no installed package, if there is such a line.
+    """
+    outer: FrameType | None = frame
+    while outer is not None:
+        path = outer.f_code.co_filename
+        if not (path.startswith(_LIBRARY) or is_standard(outer) or "site-packages" in path):
+            return describe_line(path, outer.f_lineno)
+        outer = outer.f_back
+    return describe_line(frame.f_code.co_filename, frame.f_lineno)
+
+
 def describe_call() -> str:
     """Return the public call that this code runs in, as ``barrier 'saved' (job.py:4)``."""
     frame = call = _getframe(1)

@@ -85,6 +85,8 @@ def presentable(error: BaseException) -> BaseException:
         if not is_consequence(error):  # those of this library are made in great number
             traceback.format_exception(error)
         return error
+    except WorldAborted:
+        raise
     except BaseException:
         stand_in = RemoteError(": ".join(describe(error)))
         return stand_in.with_traceback(cast("Any", BaseException).__traceback__.__get__(error))
@@ -95,6 +97,8 @@ def call_presentably(fn: Callable[[], object]) -> None:
     try:
         fn()
         return
+    except (Killed, WorldAborted):
+        raise
     except BaseException as raised:
         error = presentable(raised)
     try:

@@ -172,7 +172,8 @@ class RankOutcome:
                 errors.call_presentably(run)
             self.end = "returned"
         except BaseException as error:
-            kinds = {type(leaf) for leaf in leaves(error)}
+            # A world may be given up where an error of Python's own follows from that.
+            kinds = {type(link) for leaf in leaves(error) for link in chain_of(leaf)}
             if errors.WorldAborted in kinds:
                 pass
             elif errors.Killed in kinds:
@@ -222,10 +223,12 @@ class WorldRun:
     stacks: str = ""  #: of all ranks, then
     steps: int = 0  #: decisions of the schedule
     trace: list[tuple[int, RecordedCall]] = field(default_factory=list[tuple[int, RecordedCall]])
+    #: Where ranks have lost the turn, which no schedule has decided.
+    undecided: Mapping[int, str] = field(default_factory=dict[int, str])
 
     def stood_still(self, stopped: Sequence[int]) -> None:
         """Record that no rank goes on, though faults have stopped only these."""
-        self.gave_up = "no rank goes on: at least one waits for a thread of its own"
+        self.gave_up = "no rank goes on: what one waits for, no thread of this process can do"
         self.is_deadlock = not stopped
         if stopped:
             self.gave_up = (
@@ -245,8 +248,14 @@ class WorldRun:
         self.gave_up = (
             f"the world still runs after {limit:g} s of real time: a rank is busy outside of the "
             f"library's calls, or there is much to do. See where the ranks are, or allow more: "
-            f"timeout="
+            f"timeout=. Ranks that wait for each other in C may need kind='processes'"
         )
+
+    @property
+    def uncontrolled(self) -> str:
+        """Why a seed did not decide the order; "" if it did."""
+        places = "; ".join(f"rank {rank} {place}" for rank, place in self.undecided.items())
+        return places and f"the order was not decided by the seed: {places}"
 
     @property
     def calls(self) -> dict[int, list[RecordedCall]]:
@@ -277,8 +286,9 @@ def _trim_stack(stack: Sequence[str]) -> list[str]:
     rest = list(stack[max(starts, default=-1) + 1 :])
     backends = getattr(sys.modules.get("syncprims.backends"), "__file__", None) or _HERE
     ours = [f'"{path}' for path in (_CORE, str(Path(backends).parent), threading.__file__)]
-    while rest and any(path in rest[-1] for path in ours):
-        rest.pop()
+    for end in (0, -1):
+        while rest and any(path in rest[end] for path in ours):
+            rest.pop(end)
     return rest or ["  in the library"]
 
 
@@ -301,7 +311,7 @@ def results_of(run: WorldRun, replay: str, *, equal_rounds: bool = True) -> list
             _warn_of_lines(run, replay)
         error = _find_error(run, equal_rounds=equal_rounds)
         if error is not None:
-            raise add_note(error, replay)
+            raise add_note(add_note(error, replay), run.uncontrolled)
     finally:
         error = None  # this frame belongs to its traceback
         for outcome in run.outcomes:

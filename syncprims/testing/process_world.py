@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from syncprims._protocol.threads import busy_threads
+from syncprims._protocol.threads import busy_threads, supervises
 from syncprims._system.host import free_port
 from syncprims._system.processes import adopt_orphans, die_with, end_processes, find_children
 from syncprims._world.group import entered
@@ -364,9 +364,10 @@ def _describe_end(outcome: RankOutcome) -> dict[str, Any]:
 
 def await_threads() -> None:
     """Return when no thread of this process is left for which Python would wait at its exit."""
-    while any(
-        thread.ident in busy_threads() and not thread.daemon
-        for thread in threading.enumerate()
-        if thread is not threading.main_thread()
-    ):
-        time.sleep(0.005)
+    with supervises():
+        while any(
+            thread.ident in busy_threads() and not thread.daemon
+            for thread in threading.enumerate()
+            if thread is not threading.main_thread()
+        ):
+            time.sleep(0.005)

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
+from syncprims._protocol.call_site import is_standard
 from syncprims.errors import SyncError
 
 from .errors import Killed, WorldAborted
@@ -109,6 +113,88 @@ threads_belong_to_ranks: Replacement = Replacement(
         (ThreadPoolExecutor, "submit", _submit_in_rank),
     ]
 )
+
+
+# -- a thread that waits outside of the library ----------------------------------------------------
+
+_when_back: dict[int, Callable[[], None]] = {}  # by the identifier of a thread
+_anywhere: set[int] = set()  # of these, the threads that stop at once
+_hooks = threading.Lock()  # held while profile functions are set
+
+
+def find_state() -> int | None:
+    """Return the address of Python's own state of this thread, where `call_when_back` needs it."""
+    if sys.version_info >= (3, 12):
+        return None
+    get: Any = ctypes.pythonapi.PyThreadState_Get
+    get.restype = ctypes.c_void_p
+    return int(get())
+
+
+def call_when_back(thread: threading.Thread, state: int | None, fn: Callable[[], None]) -> None:
+    """Let `thread` call ``fn()``, once, before it calls another function; it may be in C now.
+
+    :param state: what :func:`find_state` has returned there.
+    """
+    with _hooks:
+        _when_back[thread.ident or 0] = fn
+        if sys.version_info >= (3, 12):
+            of_new_threads = threading.getprofile()
+            threading.setprofile_all_threads(_be_back)
+            threading.setprofile(of_new_threads)  # type: ignore[arg-type]
+        else:
+            ctypes.pythonapi._PyEval_SetProfile(ctypes.c_void_p(state), _BE_BACK, None)
+
+
+def forget_to_call(thread: threading.Thread) -> None:
+    """Undo :func:`call_when_back`."""
+    _when_back.pop(thread.ident or 0, None)
+    _anywhere.discard(thread.ident or 0)
+
+
+def will_call(thread: threading.Thread, anywhere: bool = False) -> bool:
+    """Return whether `thread` will call a function when it is back, or calls it.
+
+    With `anywhere`, it does so within Python's own modules, too.
+    """
+    if anywhere:
+        _anywhere.add(thread.ident or 0)
+    return thread.ident in _when_back
+
+
+def _be_back(frame: FrameType, event: str, _: object) -> None:
+    ident = threading.get_ident()
+    if ident not in _when_back:
+        sys.setprofile(None)  # that of this thread
+        return
+    outer = frame.f_back if event in ("call", "return") else None
+    # A thread that stopped within Python's own modules could hold a lock of theirs.
+    if ident in _anywhere or not is_standard(frame) or not (outer is None or is_standard(outer)):
+        sys.setprofile(None)
+        _when_back.get(ident, int)()
+        _when_back.pop(ident, None)
+
+
+def _be_back_in_c(_: object, frame: FrameType, event: int, __: object) -> int:
+    try:
+        _be_back(frame, "call" if event == 0 else "return" if event == 3 else "", None)
+    except WorldAborted:  # ctypes would only print it
+        sys.setprofile(_abort)
+    return 0
+
+
+def _abort(*_: object) -> NoReturn:
+    raise WorldAborted  # Python sets no profile function after that
+
+
+def raise_in(ident: int, error: type[BaseException]) -> None:
+    """Raise `error` in a thread, as soon as it is between two steps of Python."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(error))
+
+
+_BE_BACK = ctypes.PYFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.py_object, ctypes.c_int, ctypes.c_void_p
+)(_be_back_in_c)
 
 
 def wake(thread: threading.Thread) -> None:

@@ -5,16 +5,15 @@ who is next: the thread wakes that rank and sleeps, which is one thread switch p
 there is no thread above the ranks. As only one rank runs, nothing here needs a lock, and passing
 the turn orders the memory accesses of both threads, also without a global interpreter lock.
 
-A rank may have threads of its own, which run when they like. Such a thread has a turn too, but only
-inside a call of the library. It takes the turn from a rank that is busy elsewhere, since that may
-be waiting for it. So with them a seed does not decide the order. While one may still make a call,
-no rank counts as stuck, and time passes as it does elsewhere. A thread that only another one can
-wake makes none (`waiting_threads`); of one that sleeps, or that waits for a lock alone, nobody
-knows.
+A rank that has the turn may wait outside of the library, in Python or in C, for what another rank
+or thread does there: a lock, a file, a socket. Nothing tells that but the system: a rank that uses
+no processor for some time has lost the turn. As soon as it is back in Python, it waits until it has
+the turn again. So one rank runs at a time, but a seed does not decide when that one came back
+(`undecided`).
 
-A rank may wait outside of the library for what another one does there, such as a file. So where it
-waits for an event with a time limit, or sleeps at one line again and again, another rank that is
-able to run gets the turn; then a seed does not decide the order.
+A rank may have threads of its own, which run when they like. Such a thread has a turn too, but only
+inside a call of the library. While one may still make a call, no rank counts as stuck, and time
+passes as it does elsewhere. A thread that only another one can wake makes none.
 
 Time is virtual: it stands still while any rank can continue, and else jumps to the next deadline.
 If there is no deadline either, no rank can ever continue, for certain.
@@ -31,33 +30,43 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
-import inspect
 import math
 import random
 import re
-import select
-import selectors
-import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
+from syncprims._protocol.call_site import describe_users_line
 from syncprims._protocol.deadlock import DEADLOCK_SEARCH
-from syncprims._protocol.threads import busy_threads, threads_that_may_call, waiting_threads
+from syncprims._protocol.threads import (
+    Activity,
+    busy_threads,
+    look_at_threads,
+    threads_that_may_call,
+    waiting_threads,
+    waits_for_thread,
+)
 from syncprims.errors import ConcurrentCall
 
 from .errors import WorldAborted
 from .orders import Mode, OrderSchedule
-from .rank_threads import Replacement, StartedThreads, rank_threads
+from .rank_threads import (
+    StartedThreads,
+    call_when_back,
+    find_state,
+    forget_to_call,
+    rank_threads,
+)
 
-T = TypeVar("T")
-_event_wait = threading.Event.wait
-_TAKE_AFTER = 0.01  # seconds without a step, after which a thread takes the turn from a busy rank
-_LOOK_AT_HOLDER = 0.1  # seconds after which a rank looks whether the thread with the turn waits
-_POLLS = 3  # waits at one line, without a step, that are polling and no pause
+_PATIENCE = 0.1  # seconds in which a rank with the turn uses no processor, before it loses it
+_LEAST_PATIENCE = 0.005  # for one that loses it again and again, as it polls
+_USED = 0.2  # the part of a time that a rank uses a processor, if it makes progress
+_LONGEST_PAUSE = 0.05  # seconds between two looks at the thread that has the turn
+_OTHERS = 0.5  # seconds that threads of no rank have to wake a rank that waits for a thread
+_DEBUGGERS = ("bdb", "pdb", "pydevd")
 _HELPER = "syncprims-schedule"  # the name of a thread that passes the turn on
 _LOOK_EVERY = 0.002  # seconds between two looks for a thread that may come
 
@@ -161,6 +170,14 @@ class Seed(NamedTuple):
         return RandomSchedule(self.number)
 
 
+def is_in_debugger(frame: FrameType) -> bool:
+    """Return whether a debugger runs there."""
+    outer: FrameType | None = frame
+    while outer and str(outer.f_globals.get("__name__")).split(".")[0] not in _DEBUGGERS:
+        outer = outer.f_back
+    return outer is not None
+
+
 def _never() -> bool:
     """Return False: a rank sleeps until its time."""
     return False
@@ -173,6 +190,7 @@ class RankThread(threading.Thread):
     """
 
     turn: _Turn | None = None
+    state: int | None = None  #: Python's own state of the thread, by its address
 
     def run(self) -> None:
         """Run the rank."""
@@ -183,6 +201,7 @@ class RankThread(threading.Thread):
             super().run()
         except WorldAborted:
             pass
+        forget_to_call(self)
 
 
 class _Turn:
@@ -192,6 +211,7 @@ class _Turn:
         self._scheduler = scheduler
         self.rank = rank
         self.own = own  #: the rank's own thread, and not one that the program has started
+        self.thread: threading.Thread | None = None
         self.lock: threading.Lock = threading.Lock()
         self.lock.acquire()  # released when the thread gets the turn
         self.waits = own  #: for the turn; a rank's own thread begins with that
@@ -199,9 +219,8 @@ class _Turn:
         self.until: float = math.inf
         self.done = False
         self.substitute: int | None = None  #: the thread that makes a call in place of the own one
-        self._depth = 0
-        self._polls: tuple[Hashable, int] = (None, 0)  # where, and how often in a row
-        self.on_loan: list[None] = []  #: has an item while another rank may take the turn
+        self.patience = _PATIENCE
+        self.depth = 0  #: above 0 inside of boards
 
     @property
     def halted(self) -> bool:
@@ -214,94 +233,39 @@ class _Turn:
         return self.ready is _never
 
     @property
-    def inside(self) -> bool:
-        return self._depth > 0
+    def outside(self) -> bool:
+        """Whether the rank has lost the turn, and is not back."""
+        return not (self.waits or self.done or self._scheduler.holds(self)) and self.own
 
     def able(self, now: float) -> bool:
         if not self.waits:
             return False
         return self.ready is None or self.until <= now or self.ready()
 
-    def wait_outside(self, wait: Callable[[], T], polled_from: FrameType | None) -> T:
-        """Return what ``wait()`` returns, with the turn, which is on loan meanwhile.
-
-        If it is a pause, `polled_from` is where it is made, and only polling lends the turn.
-        """
-        if polled_from is not None:
-            place = polled_from.f_code, polled_from.f_lineno, self._scheduler.steps
-            self._polls = place, self._polls[1] + 1 if self._polls[0] == place else 1
-            if self._polls[1] < _POLLS:
-                return wait()
-        self.on_loan.append(None)
-        try:
-            return wait()
-        finally:
-            if not self.end_loan():
-                self._scheduler.come(self)
-
-    def end_loan(self) -> bool:
-        """Return whether the turn was on loan until now: the rank or one other gets it."""
-        try:
-            self.on_loan.pop()
-        except IndexError:
-            return False
-        return True
-
     def __enter__(self) -> _Turn:
-        if not self._depth:
-            self._scheduler.come(self)
-        self._depth += 1
+        if self.depth:
+            self.depth += 1
+        else:
+            self._scheduler.come(self, 1)
+            self.patience = _PATIENCE
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if not self._depth:
+        self.depth -= 1
+        if not self.depth:
             self.substitute = None
             if not self.own:
                 self._scheduler.go(self)
 
 
-def _lending(original: Callable[..., Any], *, pause: bool) -> Callable[..., Any]:
-    """Return `original` as ranks call it, which wait by it outside of the library."""
+class _Rest(NamedTuple):
+    """What the thread with the turn did at a look at it, outside of the boards."""
 
-    @functools.wraps(original)
-    def call(*args: Any, **named: Any) -> Any:
-        turn = getattr(threading.current_thread(), "turn", None)
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame else None
-        if (
-            turn is None
-            or turn.inside
-            or turn.on_loan
-            or (caller and caller.f_globals.get("__name__", "").startswith("syncprims."))
-            or (original is _event_wait and len(args) + len(named) == 1)
-        ):
-            # The library's own wait, as for a world that a rank starts; or one that only another
-            # thread ends, as that for the start of a thread.
-            return original(*args, **named)
-        wait = functools.partial(original, *args, **named)
-        return turn.wait_outside(wait, caller if pause else None)
-
-    return call
-
-
-def _find_waits() -> list[tuple[Any, str, Any]]:
-    waits: list[tuple[Any, str, bool]] = [
-        (time, "sleep", True),
-        (selectors.DefaultSelector, "select", True),  # of event loops
-        (select, "select", False),
-        (threading.Event, "wait", False),
-        (sys.modules.get("multiprocessing.connection"), "wait", False),
-    ]
-    return [
-        (owner, name, _lending(getattr(owner, name), pause=pause))
-        for owner, name, pause in waits
-        if inspect.isroutine(getattr(owner, name, None))  # not a mock, which counts its calls
-    ]
-
-
-#: While worlds of threads run.
-waits_lend_turn: Replacement = Replacement(_find_waits)
+    holder: _Turn
+    steps: int
+    since: float
+    first: Activity  #: at that time
+    last: Activity  #: at the latest look
 
 
 class Scheduler:
@@ -339,6 +303,9 @@ class Scheduler:
         self._leaving: set[int] = set()  # ranks that wait for their threads to end
         self._holder: _Turn | None = None  # of the turn; None while no thread can have it
         self._passing = threading.Lock()  # held while the holder changes
+        self._rest: _Rest | None = None  # of the holder
+        #: Where ranks have first lost the turn while others could go on: no seed decided that.
+        self.undecided: dict[int, str] = {}
         self._schedule = schedule
         self.exact: bool = schedule.exact  #: all orders are explored: ranks say what they access
         self._choosing = False  # what ranks wait for is looked at
@@ -361,8 +328,13 @@ class Scheduler:
         turn = self._by_thread.get(key)
         if turn is None:
             turn = self._by_thread[key] = _Turn(self, rank, own=False)
+            turn.thread = key[1]
             self._turns.append(turn)
         return turn
+
+    def holds(self, turn: _Turn) -> bool:
+        """Return whether this thread has the turn."""
+        return self._holder is turn
 
     def step(self, rank: int) -> None:
         """Give the turn to the rank that the schedule picks, and return when it is back."""
@@ -412,11 +384,14 @@ class Scheduler:
         mine = rank_threads.get()
         owner = next((r for r, threads in enumerate(self.threads) if threads is mine), rank)
         # Else the globals by which it has found this rank are those of another one.
-        while owner == rank and self._holder is own and not own.inside and not self.aborted:
-            if self._idents[rank] in waiting_threads(with_limit=True):
+        while owner == rank and self._holder is own and not own.depth and not self.aborted:
+            assert own.thread is not None
+            before = Activity.of(own.thread)
+            time.sleep(_LOOK_EVERY)  # it is about to wait, or to make a call
+            now = Activity.of(own.thread)
+            if (now.call, now.runs) == (before.call, before.runs) and not own.depth:
                 own.substitute = ident
                 return own
-            time.sleep(_LOOK_EVERY)  # it is about to wait, or to make a call
         if self.aborted:
             raise WorldAborted
         raise ConcurrentCall(
@@ -427,38 +402,81 @@ class Scheduler:
             rank=owner,
         )
 
-    def come(self, turn: _Turn) -> None:
-        """Return when this thread, which is outside of all boards, has the turn."""
-        if self._holder is not turn:
-            turn.waits = True
-            self._await(turn)
-
-    def _take_from_busy(self, turn: _Turn, steps: int) -> None:
-        """Pass the turn on if it is with a thread outside, and has been there since `steps`.
-
-        That one is busy elsewhere, and may wait for the thread that calls this. A rank's own thread
-        takes it only from one that waits, in vain or with the turn on loan: nothing else than the
-        seed decides among ranks.
-        """
-        if turn.own and steps != self.steps:
-            return
-        in_vain = turn.own and not self._who_may_come()
+    def come(self, turn: _Turn, depth: int = 0) -> None:
+        """Return when this thread has the turn, so many boards deeper."""
+        turn.depth += 1  # first: a thread that waits for this lock does not rest
         with self._passing:
-            holder = self._holder
-            if holder in (None, turn) or holder.inside or steps != self.steps:
+            turn.waits = self._holder is not turn
+        if turn.waits:
+            self._await(turn)
+        turn.depth += depth - 1
+
+    def _look_at_holder(self) -> None:
+        """Pass the turn on if the thread that has it rests outside of the boards.
+
+        It rests if it waits for another thread, or has used no processor for some time.
+        """
+        with self._passing:
+            holder, now, rest = self._holder, time.monotonic(), self._rest
+            if holder is None or holder.depth or holder.thread is None:
                 return
-            if not (in_vain or any(other.able(self._now) for other in self._turns)):
+            activity = Activity.of(holder.thread)
+            if rest is None or rest[:2] != (holder, self.steps):
+                self._rest = _Rest(holder, self.steps, now, activity, activity)
                 return
-            if turn.own and not in_vain and (self.exact or not holder.end_loan()):
+            self._rest = rest._replace(last=activity)
+            waits = activity == rest.last and waits_for_thread(holder.thread, activity)
+            passed = now - rest.since
+            if activity.runs_now or activity.used - rest.first.used > _USED * passed * 1e9:
+                self._rest = None
                 return
+            able = any(other.able(self._now) for other in self._turns)
+            if not (waits or (able and passed > holder.patience)) or self._needs_turn(holder):
+                return
+            # From now on it waits where it makes a call. Has it made one just before?
             self._holder = None
+            self._stop_when_back(holder)
+            last, activity = activity, Activity.of(holder.thread)
+            if (last.call, last.runs) != (activity.call, activity.runs):
+                self._holder = holder
+                forget_to_call(holder.thread)
+                return
+            holder.patience = max(_LEAST_PATIENCE, holder.patience / 2)
+            if able:
+                self.undecided.setdefault(holder.rank, self.describe_outside(holder))
         self.pass_on()
 
+    def _needs_turn(self, holder: _Turn) -> bool:
+        """Return whether a rank that rests must keep the turn.
+
+        It is in a debugger; or a thread of it may make a call for it, with its globals.
+        """
+        ident = holder.thread.ident if holder.thread else None
+        if look_at_threads(is_in_debugger).get(ident or 0):
+            return True
+        mine = {t.ident for t in threading.enumerate() if t in self.threads[holder.rank].started}
+        return self._enter_rank is not None and bool(mine & threads_that_may_call())
+
+    def _stop_when_back(self, holder: _Turn) -> None:
+        def stop() -> None:
+            if not holder.depth:  # else it is about to look itself whether it has the turn
+                self.come(holder)
+
+        if isinstance(holder.thread, RankThread):
+            call_when_back(holder.thread, holder.thread.state, stop)
+
+    def describe_outside(self, turn: _Turn) -> str:
+        """Return where a rank waits that has lost the turn."""
+        lines = look_at_threads(describe_users_line)
+        line = lines.get((turn.thread and turn.thread.ident) or 0, "")
+        return f"waits outside of the library, at {line}"
+
     def go(self, turn: _Turn) -> None:
-        """Pass the turn on, where a thread that has it leaves the boards."""
+        """Pass the turn on, if this thread has it, which leaves the boards."""
         if not self._give_up(turn):
             return
-        if any(other.able(self._now) for other in self._turns):
+        awaited = not turn.own or any(other.outside for other in self._turns)
+        if not awaited or any(other.able(self._now) for other in self._turns):
             self.pass_on()
             return
         # This thread must not wait here: others may wait for what it does next.
@@ -473,35 +491,42 @@ class Scheduler:
             self._holder = None
             return True
 
-    def _who_may_come(self) -> str:
+    def _who_may_come(self) -> str | None:
         """Return whether a "rank" may still make a call, else a "helper", a thread of one, or "".
 
-        A rank that is not waiting has lost the turn, since it was busy elsewhere.
+        If no thread of ranks goes on but by another one, that may be one of the "others". None if
+        all wait in calls.
         """
+        outside = [turn for turn in self._turns if turn.outside]
+        # Those of a rank that has ended, or that a fault has stopped, make no more calls.
+        living = [turn.rank for turn in self._turns if turn.own and not turn.halted]
+        turns = list(self._by_thread.items())  # a thread that comes now adds its own
+        callers = {thread: turn.waits for (rank, thread), turn in turns if rank in living}
+        helpers = [
+            thread
+            for thread in threading.enumerate()
+            if thread in callers or any(thread in self.threads[rank].started for rank in living)
+            if not isinstance(thread, RankThread)
+        ]
+        if not outside and not helpers:
+            return None
         may_call = threads_that_may_call()
-        outside = [turn for turn in self._turns if turn.own and not turn.waits and not turn.done]
         if any(self._idents.get(turn.rank) in {None, *may_call} for turn in outside):
             return "rank"
         goes_on = busy_threads() - waiting_threads()
         if any(self._find_left(rank, goes_on) for rank in list(self._leaving)):
             return "helper"  # it may end, and let the rank leave
-        if self._enter_rank is not None and not outside:
-            return ""  # else a thread may make a call only for a rank that waits for it
-        # Those of a rank that has ended, or that a fault has stopped, make no more calls.
-        living = [turn.rank for turn in self._turns if turn.own and not turn.halted]
-        turns = list(self._by_thread.items())  # a thread that comes now adds its own
-        callers = {thread: turn.waits for (rank, thread), turn in turns if rank in living}
-        for thread in threading.enumerate():
-            if thread not in callers and not any(
-                thread in self.threads[rank].started for rank in living
-            ):
-                continue
-            is_here = thread is threading.current_thread() or thread.ident in may_call
-            if is_here and not isinstance(thread, RankThread) and not callers.get(thread):
-                return "helper"
-        return ""
+        # In a world with globals of ranks, a thread makes calls only for a rank that waits for it.
+        if self._enter_rank is None or outside:
+            for thread in helpers:
+                is_here = thread is threading.current_thread() or thread.ident in may_call
+                if is_here and not callers.get(thread):
+                    return "helper"
+        ranks = {turn.thread for turn in self._turns}
+        others = [t for t in threading.enumerate() if t not in ranks and t not in helpers]
+        return "others" if outside and any(t.ident in may_call for t in others) else ""
 
-    def _find_left(self, rank: int, idents: set[int]) -> list[threading.Thread]:
+    def _find_left(self, rank: int, idents: set[int | None]) -> list[threading.Thread]:
         """Return the threads for which Python would wait at the exit of `rank`.
 
         They are this one, or of these.
@@ -511,12 +536,8 @@ class Scheduler:
         return [thread for thread in living if thread.ident in idents and not thread.daemon]
 
     def describe_locked(self) -> dict[int, str]:
-        """Return, for each rank that waits in no call, for which of its threads it waits."""
-        texts = {
-            turn.rank: "it waits for another of its threads, and none goes on"
-            for turn in self._turns
-            if turn.own and not turn.waits and not turn.done
-        }
+        """Return where each rank waits that waits in no call."""
+        texts = {turn.rank: self.describe_outside(turn) for turn in self._turns if turn.outside}
         for rank in self._leaving:
             names = ", ".join(sorted(t.name for t in self._find_left(rank, busy_threads())))
             texts[rank] = f"it has returned, and its exit waits for its thread {names}"
@@ -533,10 +554,13 @@ class Scheduler:
         """Return when `rank` has the turn; called once, by its own thread."""
         thread, turn = threading.current_thread(), self._turns[rank]
         self._by_thread[rank, thread] = turn
+        turn.thread = thread
         if isinstance(thread, RankThread):
-            thread.turn = turn
+            thread.turn, thread.state = turn, find_state()
         self._idents[rank] = threading.get_ident()
+        turn.depth = 1
         self._await(turn)
+        turn.depth = 0
 
     def add(self, thread: threading.Thread) -> None:
         """Start `thread`, a rank one of the late ones."""
@@ -547,10 +571,10 @@ class Scheduler:
     def leave(self, rank: int) -> None:
         """End the turns of `rank`; called by its own thread."""
         turn = self._turns[rank]
+        turn.depth += 1  # it is not outside any more
         turn.done = True
         turn.waits = False
-        if self._give_up(turn):
-            self.pass_on()
+        self.go(turn)
 
     def abort(self) -> None:
         """Raise `WorldAborted` on every rank, now or at its next call of the scheduler."""
@@ -579,11 +603,11 @@ class Scheduler:
 
     def _await(self, turn: _Turn) -> None:
         """Return when `turn` comes; look at times whether the thread that has it uses it."""
-        steps = self.steps
-        while not turn.lock.acquire(timeout=_LOOK_AT_HOLDER if turn.own else _TAKE_AFTER):
+        pause = _LOOK_EVERY
+        while not turn.lock.acquire(timeout=pause):
+            pause = min(2 * pause, _LONGEST_PAUSE)
             if not self.aborted:
-                self._take_from_busy(turn, steps)
-            steps = self.steps
+                self._look_at_holder()
         if self.aborted:
             raise WorldAborted
         if self._enter_rank is not None:
@@ -591,6 +615,7 @@ class Scheduler:
 
     def _choose(self, current: _Turn | None) -> _Turn | None:
         """Return the thread that has the turn now, or None when all are done."""
+        standstill = time.monotonic()
         looks = 0  # one after another that have found that no thread may come
         while True:
             now = self._now
@@ -608,11 +633,13 @@ class Scheduler:
                 raise WorldAborted
             if all(turn.done if turn.own else not turn.waits for turn in self._turns):
                 return None
+            begin = time.monotonic()
             comer = self._who_may_come()
+            if comer == "others" and begin > standstill + _OTHERS:
+                comer = ""
             # A thread that may come ends no sleep of a rank, so that need not last as long.
             first = min(self._turns, key=lambda turn: turn.until)
             if comer and not (comer == "helper" and first.sleeps and first.until < math.inf):
-                begin = time.monotonic()
                 time.sleep(_LOOK_EVERY)
                 if comer == "helper":  # it may sleep for long
                     self._now += time.monotonic() - begin
@@ -622,6 +649,8 @@ class Scheduler:
             # something may have ended before it was looked at, and have let a rank go on.
             looks += 1
             if looks < 2:
+                if comer is not None:
+                    time.sleep(_LOOK_EVERY)
                 continue
             looks = 0
             waiting = [turn.until for turn in self._turns if turn.waits]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import ctypes
 import math
 import os
 import sys
@@ -18,7 +17,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from syncprims._protocol.deadlock import Wait, deadlock_error, describe_group, find_stuck
-from syncprims._protocol.threads import busy_threads, look_at_threads, waiting_threads
+from syncprims._protocol.threads import (
+    Activity,
+    busy_threads,
+    look_at_threads,
+    supervises,
+    waits_for_thread,
+)
 from syncprims._world.group import entered
 from syncprims._world.launchers import make_rank_variables
 from syncprims._world.registry import load_backend
@@ -31,8 +36,8 @@ from .faults import FaultTarget, Join, current_target
 from .outcomes import RankOutcome, WorldRun
 from .patches import undone_at_end
 from .probe import Probe, probe_backend
-from .rank_threads import threads_belong_to_ranks, wake
-from .scheduler import RankThread, Scheduler, waits_lend_turn
+from .rank_threads import raise_in, threads_belong_to_ranks, wake, will_call
+from .scheduler import RankThread, Scheduler, is_in_debugger
 from .world_spec import RankOutput, WorldSpec, capture_ranks, current_writer
 
 if TYPE_CHECKING:
@@ -40,9 +45,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _UNDISTURBED = 1.0  # seconds for a rank to end by itself, once its world is given up
+_WOKEN = 0.3  # seconds after which a thread that waits is one that cannot be woken
 _GRACE = 2.0  # seconds for threads to end once their world has been given up
 _IMPORTS = "importlib._bootstrap", "_find_and_load"
-_DEBUGGERS = ("bdb", "pdb", "pydevd")
 
 
 #: Held by a world with ``torch=True``: the globals of this process are those of its ranks.
@@ -52,6 +57,12 @@ _has_globals: ContextVar[bool] = ContextVar("syncprims_torch_world", default=Fal
 
 def run_threads(spec: WorldSpec, output: RankOutput | None) -> WorldRun:
     """Run a world of threads; with ``torch=True``, first wait for that of another thread to end."""
+    turn = getattr(threading.current_thread(), "turn", None)
+    with supervises(), turn or contextlib.nullcontext():  # a rank keeps the turn meanwhile
+        return _run_threads(spec, output)
+
+
+def _run_threads(spec: WorldSpec, output: RankOutput | None) -> WorldRun:
     if not spec.torch or _has_globals.get():  # a rank waits for the world that it starts
         return ThreadWorld(spec, output).run()
     with _alone:
@@ -117,7 +128,6 @@ class ThreadWorld:
         with (
             threads_as_ranks(),
             threads_belong_to_ranks(),
-            waits_lend_turn(),
             capture_ranks(),
             undone_at_end(own_environ=self._torch is not None),
             _one_processor(self._spec.seed.number),
@@ -136,11 +146,11 @@ class ThreadWorld:
                 for thread in self._threads:
                     thread.join()  # it has nothing left to do
             # As at the end of a process: one that works ends by itself, for a time.
-            waiting = waiting_threads() & busy_threads()
+            busy = busy_threads()
             started = [of_rank.started for of_rank in self._scheduler.threads]
             # Not by going through `started`: a thread that still runs may add another one.
             helpers = {t for t in threading.enumerate() if any(t in of_rank for of_rank in started)}
-            stuck = [thread for thread in helpers if thread.ident in waiting]
+            stuck = [thread for thread in helpers if thread.ident in busy and _waits(thread)]
             if not self._end([*stuck, *self._threads]):  # a rank may join one of the others
                 run.gave_up += ". A thread could not be ended, and is left alone"
             end, busy = time.monotonic() + _GRACE, busy_threads()
@@ -150,7 +160,7 @@ class ThreadWorld:
         # One that waited to join until the others had ended took no part.
         first = self._spec.ranks
         run.outcomes = [o for o in run.outcomes if o.rank < first or o.calls or not o.consequence]
-        run.steps = self._scheduler.steps
+        run.steps, run.undecided = self._scheduler.steps, self._scheduler.undecided
         return run
 
     # -- a rank -----------------------------------------------------------------------------------
@@ -256,12 +266,14 @@ class ThreadWorld:
         limit = self._spec.time_limit
         while not self._scheduler.finished.wait(limit):
             stacks = self._look_at_ranks(traceback.format_stack)
-            if any(self._look_at_ranks(_is_in_debugger).values()):
+            if any(self._look_at_ranks(is_in_debugger).values()):
                 continue
             assert limit is not None
             self._run.timed_out(limit, stacks)
             for rank in self._scheduler.ready_ranks():
                 self._outcomes[rank].detail = "is ready to run"
+            for rank, place in self._scheduler.describe_locked().items():
+                self._outcomes[rank].detail = place
             for rank, module in self._look_at_ranks(_imported_module).items():
                 if module:
                     self._outcomes[rank].detail = f"is importing {module}"
@@ -273,20 +285,23 @@ class ThreadWorld:
         while living := [thread for thread in threads if thread.is_alive()]:
             living[0].join(0.05)
             waited = time.monotonic() - begin
-            if waited > _GRACE:
-                return False
-            waiting, importing = waiting_threads(), look_at_threads(_imported_module)
+            waiting = [thread for thread in living if _waits(thread)]
+            if waited > _GRACE or (waited > _WOKEN and waiting == living):
+                return False  # nothing of Python ends their waits
+            importing = look_at_threads(_imported_module)
             for thread in living:
                 if importing.get(thread.ident or 0):
                     continue  # half of a module would stay in this process
-                if thread.ident not in waiting and waited < _UNDISTURBED:
-                    continue  # it may be writing a traceback: an exception would disturb it
-                if thread.is_alive() and thread.ident is not None:
-                    # Raised between two steps of Python: it does not end a call that waits in C.
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                        ctypes.c_ulong(thread.ident), ctypes.py_object(WorldAborted)
-                    )
-                    wake(thread)
+                if thread.ident is not None and thread.is_alive():
+                    late = waited > _UNDISTURBED  # it may be writing a traceback before
+                    # One that has lost the turn ends where it is back in the user's code. An
+                    # exception between any two steps could come where a lock is given back.
+                    again = late or (thread in waiting and waited > _WOKEN / 3)
+                    comes = will_call(thread, anywhere=again)
+                    if not comes and (late or thread in waiting):
+                        raise_in(thread.ident, WorldAborted)
+                    if comes or late or thread in waiting:
+                        wake(thread)
         return True
 
     def _look_at_ranks(self, look: Callable[[FrameType], T]) -> dict[int, T]:
@@ -299,19 +314,16 @@ class ThreadWorld:
         }
 
 
+def _waits(thread: threading.Thread) -> bool:
+    return waits_for_thread(thread, Activity.of(thread))
+
+
 def _imported_module(frame: FrameType) -> str:
     """Return the innermost module that is imported there, or ""."""
     for outer, _ in traceback.walk_stack(frame):
         if (outer.f_globals.get("__name__"), outer.f_code.co_name) == _IMPORTS:
             return str(outer.f_locals.get("name"))
     return ""
-
-
-def _is_in_debugger(frame: FrameType) -> bool:
-    return any(
-        str(outer.f_globals.get("__name__")).split(".")[0] in _DEBUGGERS
-        for outer, _ in traceback.walk_stack(frame)
-    )
 
 
 @contextlib.contextmanager

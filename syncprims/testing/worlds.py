@@ -262,8 +262,10 @@ def _run_orders(spec: WorldSpec) -> Iterator[tuple[WorldRun, int]]:
             raise UncontrolledError(
                 "a rank could not continue where it could in an equal run: something other than "
                 "the order of the ranks decides the calls, such as a clock, a random number, or a "
-                "thread of the program"
+                f"thread of the program. {run.uncontrolled}".strip()
             )
+        if run.undecided and all(outcome.error is None for outcome in run.outcomes):
+            raise UncontrolledError(run.uncontrolled)
         run.seed = Seed(0, order=schedule.order)
         number += schedule.redundant is None
         yield run, number
@@ -284,7 +286,7 @@ def _compare(one: WorldRun, other: WorldRun) -> None:
         f"two runs with seed {one.seed} differ from post {number} on: in one, {first}; in "
         f"the other, {second}. Something that the seed does not decide steers the calls: a "
         f"clock, a random number without a seed of its own, the order of a set, or what an earlier "
-        f"run has left in a global"
+        f"run has left in a global. {one.uncontrolled or other.uncontrolled}".strip()
     )
 
 

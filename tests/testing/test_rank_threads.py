@@ -92,7 +92,7 @@ def test_a_thread_that_nobody_can_wake_is_a_deadlock_and_is_ended(wait: Any, whe
 
     with pytest.raises(DeadlockError, match="thread") as caught:
         run_world(program, 3)
-    assert "rank 0: it " in str(caught.value)
+    assert "rank 0: " in str(caught.value)
     assert not waiting[0].is_alive()
 
 

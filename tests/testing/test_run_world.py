@@ -528,22 +528,6 @@ def test_a_rank_may_wait_for_another_outside_of_calls(
             assert found == (["0", "1"] if torch else ["", ""])
 
 
-@pytest.mark.parametrize("torch", [False, True])
-def test_a_pause_outside_of_calls_keeps_the_turn(torch: bool) -> None:
-    lock = threading.Lock()
-    order: list[int] = []
-
-    def program() -> None:
-        order.append(sp.get_rank())
-        with lock:  # another rank that had the turn would wait here
-            time.sleep(0.2)
-        order.append(sp.get_rank())
-        sp.barrier()
-
-    run_world(program, 2, timeout=20, torch=torch)
-    assert order in ([0, 0, 1, 1], [1, 1, 0, 0])
-
-
 def test_a_rank_keeps_the_turn_while_a_world_of_its_own_runs() -> None:
     def inner() -> str:
         time.sleep(0.3)
@@ -647,8 +631,8 @@ def test_a_thread_that_cannot_be_ended_leaves_the_process_as_it_was(outer: sp.Wo
 
     released.acquire()
     try:
-        with pytest.raises(StallError, match="A thread could not be ended"):
-            run_world(program, 2, timeout=0.3)
+        with pytest.raises(DeadlockError, match="A thread could not be ended"):
+            run_world(program, 2)
         assert sp.current() is outer
         assert run_world(lambda: sp.all_reduce(1), 3) == [3, 3, 3]
         sp.barrier("the world of the process")
@@ -827,7 +811,7 @@ def test_a_thread_that_is_late_is_no_deadlock(kind: WorldKind, daemon: bool) -> 
 def test_a_thread_that_ends_is_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = threading.Event()
 
-    def look() -> set[int]:  # after the rank has seen that it must wait
+    def look() -> set[int | None]:  # after the rank has seen that it must wait
         ends.set()
         thread.join()
         return threads_that_may_call()
