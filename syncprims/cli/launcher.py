@@ -606,9 +606,6 @@ def _describe_failure(
         shown = first.failure.message.rstrip().splitlines()[1:]
     elif first.failure is not None and "Traceback" in first.failure.traceback:  # no plain exit
         shown = first.failure.traceback.rstrip().splitlines()
-    # Of ranks that failed together, each has shown it, or said whose it is.
-    if len(leaders) > 1 and any(map(_TRACEBACK.match, shown)) and shown[-1] in first.tail:
-        shown = [shown[-1], "(their traceback is above)"]
     lines += [f"  | {line}" for line in shown]
     status = first.status or 0
     return lines, 128 - status if status < 0 else status

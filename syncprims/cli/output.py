@@ -3,32 +3,29 @@
 One thread reads all pipes, and alone writes: the launcher never waits for the reader of its output.
 The thread polls until no further pipe becomes readable, and then reads the readable pipes in the
 order of the ranks. So output that follows from another rank's, as in `in_turn`, is never read
-first. Only a traceback is held back briefly, so that its lines stay together.
+first.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import math
 import os
+import re
 import select
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, Any, TextIO
 
 _LONGEST_LINE = 1 << 20  # bytes without an end of line, after which one is added
+#: Ends a line. A progress bar begins each state with a return; one that is last may begin \r\n.
+_END_OF_LINE = re.compile(rb"\r?\n|\r(?!\Z)")
 _LOOKS = 5  # at most, for what came before what has been seen
-_TRACEBACK = b"Traceback (most recent call last):"
-#: Seconds without a new line after which a traceback is complete, and for which it is held at most.
-_TRACEBACK_PAUSE, _LONGEST_HOLD = 0.1, 0.5
-_MOST_TRACEBACKS = 100  # that are compared with those of other ranks
 _PROMPT_PAUSE = 0.2  # seconds after which an unfinished line of rank 0 is shown
 _UNREAD = 5.0  # seconds for which the launcher, once it is asked to end, waits for a reader
-_ERASE = b"\r\x1b[K"  # the line of the cursor, on a terminal
 
 
 class OutputLost(OSError):
@@ -45,16 +42,18 @@ class Source:
     log: IO[bytes] | None = None  #: gets all that comes, as it is
     tail: collections.deque[str] | None = None  #: gets the last lines
     begun: bytes = b""  #: a line that has not ended
-    due: float = math.inf  #: when something that is held back is shown
-    _after_return: bool = False  # the newline of a return may come in the next chunk
-    _held: list[bytes] = field(default_factory=list[bytes])  # lines of a traceback
-    _held_until: float = 0.0  # at the latest
+    due: float = math.inf  #: when it is shown as far as it goes
 
     def read(self) -> bool:
         """Read what has come and show what is complete; return whether more may come."""
         chunk = os.read(self.pipe.fileno(), 65536)
         if chunk:
-            self._take(chunk)
+            *lines, self.begun = _END_OF_LINE.split(self.begun + chunk)
+            if len(self.begun) > _LONGEST_LINE:
+                lines, self.begun = [*lines, self.begun], b""
+            self._show(lines)
+            prompts = self.begun and not self.rank
+            self.due = time.monotonic() + _PROMPT_PAUSE if prompts else math.inf
             self._keep(chunk)
         return bool(chunk)
 
@@ -68,108 +67,64 @@ class Source:
 
     def end(self) -> None:
         """Show all that is left: nothing more comes."""
-        self.show_held()
         if self.begun:
-            self._show([self.begun])
+            self._show([self.begun.rstrip(b"\r")])
         self.pipe.close()
         if self.log is not None:
             self.log.close()
 
-    def _take(self, chunk: bytes) -> None:
-        if self._after_return:
-            chunk = chunk.removeprefix(b"\n")
-        self._after_return = chunk.endswith(b"\r") and not self.sink.is_terminal
-        chunk = chunk.replace(b"\r\n", b"\n")
-        if not self.sink.is_terminal:
-            chunk = chunk.replace(b"\r", b"\n")  # each state of a progress bar is a line
-        *lines, begun = (self.begun + chunk).split(b"\n")
-        if len(begun) > _LONGEST_LINE:
-            lines, begun = [*lines, begun], b""
-        if self._held or (self.tail is not None and any(_TRACEBACK in line for line in lines)):
-            now = time.monotonic()
-            self._held_until = self._held_until if self._held else now + _LONGEST_HOLD
-            self._held += lines
-            self.begun = begun
-            self.due = min(now + _TRACEBACK_PAUSE, self._held_until)
-            return
+    def show_unfinished(self) -> None:
+        """Show a line that has not ended, such as a prompt."""
+        self.due = math.inf
+        self.sink.write_unfinished(self)
+
+    def _show(self, lines: list[bytes]) -> None:
         if lines:
-            self._show(lines)
-        self.begun = begun
-        self.due = math.inf
-        if b"\r" in begun:
-            *_, before, bar = begun.split(b"\r")
-            self.begun = b"\r" + bar
-            self.sink.show_unfinished(self, bar or before)
-        elif begun and self.rank == 0:
-            self.due = time.monotonic() + _PROMPT_PAUSE
-
-    def show_held(self) -> None:
-        """Show what has been held back long enough."""
-        self.due = math.inf
-        if self._held:
-            lines, self._held = self._held, []
-            self._show(lines, self.sink.shorten(self.rank, lines))
-        elif self.rank == 0 and b"\r" not in self.begun:
-            self.sink.show_unfinished(self, self.begun)
-
-    def _show(self, lines: list[bytes], shortened: list[bytes] | None = None) -> None:
-        if self.tail is not None:
-            whole = (line.rpartition(b"\r")[2] for line in lines)
-            self.tail.extend(line.decode(errors="replace") for line in whole)
-        self.sink.write(self, [line.rpartition(b"\r")[2] for line in shortened or lines])
+            if self.tail is not None:
+                self.tail.extend(line.decode(errors="replace") for line in lines)
+            self.sink.write(self, lines)
 
 
-class _Screen:
-    """The line with the cursor, of one terminal or file: whose unfinished text stands there."""
+class _Unfinished:
+    """The unfinished line that stands at the end of one terminal or file."""
 
-    def __init__(self) -> None:
-        self.owner: Source | None = None
-        self.text = b""
+    source: Source | None = None
+    text = b""
 
 
 class Sink:
     """An output stream of the launcher."""
 
     def __init__(
-        self, stream: TextIO, name: str, screen: _Screen, facts: Mapping[str, Any] | None
+        self, stream: TextIO, name: str, unfinished: _Unfinished, facts: Mapping[str, Any] | None
     ) -> None:
         self._stream = stream
         self._name = name
-        self._screen = screen
+        self._unfinished = unfinished
         self._facts = facts
-        self.is_terminal: bool = stream.isatty() and facts is None
         self.error: OSError | None = None  #: the first failed write
-        self._tracebacks: dict[bytes, int] = {}  # that were shown, and which rank was the first
 
     def write(self, source: Source | None, lines: list[bytes]) -> None:
         """Write complete lines of `source`, or of the launcher itself."""
-        screen = self._screen
         data = b"".join(self._line(source, line) for line in lines)
-        if screen.owner is None:
-            pass
-        elif screen.owner is source and data.startswith(screen.text):
-            data = data[len(screen.text) :]
-        elif self.is_terminal:  # an unfinished line of another rank is drawn again below
-            data = _ERASE + data + (b"" if screen.owner is source else screen.text)
-        else:
+        last = self._unfinished
+        if last.source is not None and last.source is source and data.startswith(last.text):
+            data = data[len(last.text) :]
+        elif last.source is not None:
             data = b"\n" + data
-            shown = len(screen.text) - len(_prefix(screen.owner))
-            screen.owner.begun = screen.owner.begun[shown:]  # that line goes on without this part
-            screen.owner = None
-        if screen.owner is source:
-            screen.owner = None
+            shown = len(last.text) - len(_prefix(last.source))
+            last.source.begun = last.source.begun[shown:]  # the line goes on without this part
+        last.source = None
         self._write(data)
 
-    def shorten(self, rank: int, lines: list[bytes]) -> list[bytes]:
-        """Return `lines`; a traceback that another rank has shown is one line. JSON is whole."""
-        begin = next((at for at, line in enumerate(lines) if _TRACEBACK in line), len(lines))
-        text = b"\n".join(lines[begin:])
-        if len(self._tracebacks) >= _MOST_TRACEBACKS:
-            self._tracebacks.clear()
-        first = self._tracebacks.setdefault(text, rank)
-        if not text or first == rank or self._facts is not None:
-            return lines
-        return [*lines[:begin], b"the same traceback as rank %d" % first]
+    def write_unfinished(self, source: Source) -> None:
+        """Write what `source` has of a line that has not ended; no line of JSON is unfinished."""
+        last = self._unfinished
+        if self._facts is None:
+            text = _prefix(source) + source.begun.rstrip(b"\r")
+            shown = len(last.text) if last.source is source else 0
+            last.source, last.text = source, text
+            self._write(text[shown:])
 
     def _line(self, source: Source | None, line: bytes) -> bytes:
         prefix = _prefix(source)
@@ -179,28 +134,6 @@ class Sink:
         rank, text = None if source is None else source.rank, line.decode(errors="replace")
         about = {"time": round(time.time(), 3), "rank": rank, **self._facts, "stream": self._name}
         return json.dumps({**about, "line": text}).encode() + b"\n"
-
-    def show_unfinished(self, source: Source, text: bytes) -> None:
-        """Show a line that has not ended: a prompt, or on a terminal the state of a progress bar.
-
-        There is one such line on a terminal: that of the first rank to have one, or of rank 0.
-        """
-        screen = self._screen
-        others = screen.owner not in (source, None) and source.rank
-        if not text or others or self._facts is not None:
-            return
-        text = _prefix(source) + text
-        if self.is_terminal:
-            with contextlib.suppress(OSError):
-                width = os.get_terminal_size(self._stream.fileno()).columns
-                # A longer line cannot be erased.
-                text = text.decode(errors="replace")[: width - 1].encode() if width else text
-        if screen.owner is source and text.startswith(screen.text):
-            data = text[len(screen.text) :]
-        else:
-            data = _ERASE + text if self.is_terminal else text
-        screen.owner, screen.text = source, text
-        self._write(data)
 
     def _write(self, data: bytes) -> None:
         try:
@@ -236,11 +169,11 @@ class Output:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         self._interrupts = interrupts
-        screen = _Screen()
-        self.stdout: Sink = Sink(stdout, "stdout", screen, facts)
+        line = _Unfinished()
+        self.stdout: Sink = Sink(stdout, "stdout", line, facts)
         # Two terminals are one, most likely; a file has a line of its own.
-        both = self.stdout.is_terminal and stderr.isatty()
-        self.stderr: Sink = Sink(stderr, "stderr", screen if both else _Screen(), facts)
+        both = stdout.isatty() and stderr.isatty()
+        self.stderr: Sink = Sink(stderr, "stderr", line if both else _Unfinished(), facts)
         self._said = collections.deque[list[bytes]]()
         self._added = collections.deque[Source]()
         self._thread: threading.Thread | None = None
@@ -323,7 +256,7 @@ class Output:
             now = time.monotonic()
             for source in left.values():
                 if source.due <= now:
-                    source.show_held()
+                    source.show_unfinished()
         for source in left.values():
             source.end()
         os.close(bell)
