@@ -22,6 +22,7 @@ from support.rank_worlds import Died, Kind, Ranks, Signs
 
 import syncprims as sp
 from syncprims._world.runtime import get_world
+from syncprims.testing import Delay, run_world
 
 
 def caught(call: Callable[[], Any]) -> sp.SyncError:
@@ -255,6 +256,15 @@ def test_a_long_wait_says_whom_it_waits_for(world: Ranks, signs: Signs) -> None:
         ]
         assert "\nthread MainThread:\n" in stacks
         assert 'sp.barrier("epoch end")\n' in stacks
+
+
+def test_a_long_wait_is_told_with_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
+    def program() -> None:
+        sp.barrier("late", timeout=2000)
+
+    run_world(program, 2, kind="threads", faults=[Delay(1, at="late", seconds=1000)])
+    told = [re.search(r"still waiting .* for (\d+) s", text) for text in caplog.messages]
+    assert [found[1] for found in told if found] == ["30", "90", "210", "450", "930"]
 
 
 @in_processes

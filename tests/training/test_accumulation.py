@@ -262,6 +262,21 @@ def test_running_means_are_rank_0s_after_each_step(world: Ranks) -> None:
     assert results[0][0] == pytest.approx([2 * 0.19, 3.5 * 0.19])
 
 
+@with_others
+def test_running_means_are_rank_0s_after_a_flush(world: Ranks) -> None:
+    def program() -> list[float]:
+        plain = nn.BatchNorm1d(1, momentum=1.0)
+        accumulator = Accumulator(3)
+        model = prepare(plain, accumulator=accumulator)
+        with accumulator.accumulate(model):
+            x = torch.tensor([[1.0], [3.0]]) * (1 + syncprims.get_rank())
+            accumulator.backward(model(x).sum())
+        assert accumulator.flush()
+        return plain.running_mean.tolist()  # type: ignore[union-attr]
+
+    assert world.run(program) == [[2.0]] * world.ranks
+
+
 @everywhere
 @on_every_rank
 def test_after_a_state_is_loaded_a_plain_loop_trains_as_before() -> None:

@@ -80,6 +80,11 @@ ENDINGS = {
     "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "PeerLost", ["killed by SIGKILL"]),
     "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", "PeerLost", ["killed by SIGTERM"]),
     "SIGSEGV": ("os.kill(os.getpid(), signal.SIGSEGV)", "PeerLost", ["killed by SIGSEGV"]),
+    "a signal after its end": (
+        "shutdown(); os.kill(os.getpid(), signal.SIGSEGV)",
+        "PeerLost",
+        ["killed by SIGSEGV"],
+    ),
     "no hook runs": ("os._exit(7)", "PeerLost", ["exit code 7"]),
 }
 

@@ -12,6 +12,10 @@ from support.rank_worlds import Kind, Ranks
 
 import syncprims as sp
 
+# The world of a rank, whose boards no public call posts several rounds to.
+from syncprims._world.runtime import get_world
+from syncprims.interface import Label, Note
+
 PAYLOAD = b"a payload that no other file holds"
 
 
@@ -54,6 +58,26 @@ def test_payloads_with_equal_checksums_are_different(meeting_place: Path) -> Non
             assert sp.all_gather(values[sp.get_rank()]) == values
 
     Ranks(Kind("file", 4), meeting_place).run(program)
+
+
+def test_a_large_payload_stays_until_the_last_rank_has_read_it(meeting_place: Path) -> None:
+    """A rank that is behind has posted later rounds, and has not collected this one."""
+
+    def program() -> None:
+        board, rank = get_world().open_rounds([0, 1, 2], "beside").board, sp.get_rank()
+        payloads = [bytes([number]) * 10_000 for number in range(board.depth)]
+        for payload in payloads:
+            board.post(Note(Label("all_gather"), payload=payload))
+        if rank == 2:
+            sp.barrier("the others have read")
+        for payload in payloads:
+            notes = board.collect()
+            assert notes is not None
+            assert [note.payload for note in notes] == [payload] * 3
+        if rank < 2:
+            sp.barrier("the others have read")
+
+    Ranks(Kind("file", 3), meeting_place).run(program)
 
 
 def test_large_objects_need_no_space_of_their_size(meeting_place: Path) -> None:

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from support.checkpoint_worlds import Alone
-from support.file_faults import NEW, NONE, OLD, SETUPS, Setup, Watched
+from support.file_faults import NEW, NONE, OLD, SETUPS, Net, Setup, Watched
 
 import syncprims as sp
+from syncprims.training import save_model
 from syncprims.training.checkpoints import filesystem
 
 _ALL_SELECTIONS = 7  # up to this many changes; for more: each alone, each left out, and each prefix
@@ -231,4 +232,23 @@ def test_power_cuts_leave_old_or_new(name: str, before: str, tmp_path: Path, alo
     run = alone(lambda: crash(SETUPS[f"{name}-1"], over, tmp_path, empty=empty))
     moments, states, new = run
     assert moments > 10
+    assert 0 < new < states
+
+
+def test_power_cuts_bring_back_no_model_that_was_replaced_before(
+    tmp_path: Path, alone: Alone
+) -> None:
+    """Other programs have left an index beside the weights that readers take."""
+
+    def save(path: str, version: int) -> None:
+        if version == OLD:
+            save_model(Net(9), path, 500)
+            save_model(Net(OLD), f"{path}-single")
+            Path(f"{path}-single/model.safetensors").rename(f"{path}/model.safetensors")
+            shutil.rmtree(f"{path}-single")
+        else:
+            save_model(Net(version), path, safe_serialization=False)
+
+    setup = Setup(1, save, SETUPS["single-1"].load)
+    _, states, new = alone(lambda: crash(setup, True, tmp_path))
     assert 0 < new < states
