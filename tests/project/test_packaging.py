@@ -69,6 +69,15 @@ def test_a_wheel_built_again_is_equal_bit_for_bit(built: Path, tmp_path: Path) -
     assert first.read_bytes() == second.read_bytes()
 
 
+def test_the_wheel_keeps_its_budget(built: Path) -> None:
+    """Its target is 520 kB; lower the limit after each cut."""
+    (wheel,) = built.glob("*.whl")
+    files = sorted(zipfile.ZipFile(wheel).infolist(), key=lambda file: -file.compress_size)
+    lines = "\n".join(f"  {file.compress_size:,} {file.filename}" for file in files[:8])
+    found, most = wheel.stat().st_size, 595_000
+    assert found <= most, f"{found:,} bytes, at most {most:,}: cut elsewhere, as in\n{lines}"
+
+
 def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -11,12 +10,8 @@ import sys
 from pathlib import Path
 
 from support import ROOT
-from support.sources import SOURCES, imports, is_in, parsed
+from support.sources import CORE, SOURCES, count_code, imports, is_in
 
-CORE = [
-    "_system", "errors", "interface", "_protocol", "_data", "_world", "_api",
-    "backends.single", "backends.threads", "backends.file",
-]  # fmt: skip
 #: The modules that import a room when they are imported themselves.
 BUILT_ON = {
     "accelerate": set[str](),
@@ -105,21 +100,7 @@ def test_all_else_works_without_a_room(tmp_path: Path, meeting_place: Path) -> N
 
 
 def lines_of_code(name: str) -> int:
-    """Return how many lines of a folder or file hold code, and not only a comment or docstring."""
-    lines = 0
-    for module in [module for module in SOURCES if is_in(module, f"syncprims.{name}")]:
-        tree = parsed(module)
-        texts = {
-            line
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        }
-        for number, line in enumerate(SOURCES[module].read_text().splitlines(), 1):
-            lines += (
-                bool(line.strip()) and not line.lstrip().startswith("#") and number not in texts
-            )
-    return lines
+    return sum(count_code(SOURCES[m]) for m in SOURCES if is_in(m, f"syncprims.{name}"))
 
 
 def test_the_page_says_the_sizes_of_core_and_rooms() -> None:

@@ -16,10 +16,33 @@ def module_of(path: Path) -> str:
     return ".".join(parts).removesuffix(".__init__")
 
 
+CORE = [
+    "_system", "errors", "interface", "_protocol", "_data", "_world", "_api",
+    "backends.single", "backends.threads", "backends.file",
+]  # fmt: skip
 SOURCES = {
     module_of(path): path
     for path in sorted([*ROOT.glob("syncprims/**/*.py"), *ROOT.glob("backends/**/*.py")])
 }
+
+
+@cache
+def count_code(path: Path) -> int:
+    """Return how many lines of a file hold code, and not only a comment or docstring."""
+    text = path.read_text()
+    texts = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    lines = enumerate(map(str.strip, text.splitlines()), 1)
+    return sum(bool(line) and line[0] != "#" and number not in texts for number, line in lines)
+
+
+def is_of_core(module: str) -> bool:
+    """Return whether a module is of the core, which works without every room."""
+    return any(is_in(module, f"syncprims.{part}") for part in CORE)
 
 
 @cache
