@@ -229,6 +229,12 @@ def send_to_device(
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME = _FIRST_FILES
 
 _PACKAGES = {"bnb": "bitsandbytes", "lomo": "lomo_optim"}  #: whose names differ from the question's
+#: What else Accelerate answers by ``is_..._available()``.
+_TOPICS = """4bit_bnb 8bit_bnb aim amdsmi bitsandbytes_multi_backend boto3 clearml comet_ml datasets
+    deepspeed dvclive fp8 hpu import_timer matplotlib megatron_lm mlflow mlu msamp musa neuron npu
+    numpy pandas peft pippy pynvml pytest rich rocm sagemaker schedulefree sdaa swanlab tensorboard
+    timm torch_xla torchao torchdata torchdata_stateful_dataloader torchvision tqdm trackio
+    transformer_engine transformer_engine_mxfp8 transformers triton wandb xccl"""
 
 
 #: Answers to questions about the device, and about what torch and this library always have.
@@ -257,6 +263,8 @@ def find_name(module: str, name: str) -> Any:
     if not (name.startswith("is_") and name.endswith("_available")):
         return not_offered(module, name, PreparedLoader if name.startswith("DataLoader") else ())
     topic = name.removeprefix("is_").removesuffix("_available")
+    if topic not in {*_ANSWERS, *_PACKAGES, *_TOPICS.split()}:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
     package = _PACKAGES.get(topic, topic).removesuffix("_stateful_dataloader")
     answer = _ANSWERS.get(topic) or (lambda: find_spec(package) is not None)
 

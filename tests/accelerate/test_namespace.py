@@ -76,6 +76,8 @@ def test_questions_that_scripts_ask() -> None:
     assert utils.is_pytest_available()
     assert not utils.is_deepspeed_available()
     assert utils.is_torch_distributed_available()
+    with pytest.raises(AttributeError, match="has no attribute 'is_pytets_available'"):
+        utils.is_pytets_available()
     installed = importlib.util.find_spec("torchdata") is not None
     assert utils.is_torchdata_stateful_dataloader_available() == installed
     answers = [utils.str_to_bool("yes"), utils.str_to_bool("off", to_bool=True)]
