@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from syncprims import all_gather, get_world_size
-from syncprims._data import replicas
+from syncprims._data.digests import Digests
 
+from . import replicas
 from .accumulation import AccumulationWindow, Accumulator, averager_of, parameters_of
 
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # pyright: ignore[reportPrivateUsage]
@@ -215,7 +216,7 @@ def _compare_replicas(
         if not isinstance(model, DistributedDataParallel)
         or distributed.get_world_size(model.process_group) == ranks
     ]
-    mine: replicas.Digests = {}
+    mine: Digests = {}
     for number, model in enumerate(chosen):
         where = f" of model {number}" if len(chosen) > 1 else ""
         found = replicas.digest_model(model) | (replicas.digest_buffers(model) if buffers else {})

@@ -23,13 +23,23 @@ LAYERS = ["_system", "errors", "interface", "_protocol", "_data", "_world", "_ap
 ROOMS = {
     "who": {"_system", "errors", "interface", "_protocol", "_world", "", "backends"},
     "tracing": {"errors", "interface", "_protocol"},
-    "testing": {"_system", "errors", "interface", "_protocol", "_data", "_world", "", "c10d"},
+    "testing": {
+        "_system",
+        "errors",
+        "interface",
+        "_protocol",
+        "_data",
+        "_world",
+        "",
+        "c10d",
+        "training",
+    },
     "training": {"_system", "errors", "_protocol", "_data", "_world", ""},
     "c10d": {"errors", "interface", "_protocol", "_data", "_world"},
     "accelerate": {"training", "testing", "_world", "_api", ""},
     "cli": {"_system", "errors", "interface", "_world", "", "who", "tracing"},
     "__main__": {"cli"},
-}
+}  # fmt: skip
 BACKENDS = {"single": set[str](), "threads": set[str](), "file": set[str](), "torch": {"file"}}
 
 #: Libraries that nobody should pay for who does not use them, and the modules that exist for them.

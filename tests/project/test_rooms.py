@@ -20,7 +20,7 @@ BUILT_ON = {
     "cli": {"__main__"},
     "testing": set[str](),
     "tracing": {"cli", "__main__"},
-    "training": {"accelerate"},
+    "training": {"accelerate", "testing.torch_worlds.replicas"},
     "who": {"cli", "__main__"},
 }
 

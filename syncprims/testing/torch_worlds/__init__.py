@@ -37,7 +37,6 @@ from syncprims.testing.orders import Mode
 from .as_gloo import as_gloo
 from .async_work import changes_at_wait, finishing
 from .rank_globals import RankGlobals, make_fresh_process
-from .replicas import ReplicaComparison
 
 # -- the store -------------------------------------------------------------------------------------
 
@@ -314,7 +313,11 @@ def _serve(store: Path, replicas: bool) -> Generator[None]:
 
     With `replicas`, compare them at each step.
     """
-    comparison = ReplicaComparison(partial(_shared, store))
+    comparison: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if replicas:
+        from .replicas import ReplicaComparison  # it needs the room of training
+
+        comparison = ReplicaComparison(partial(_shared, store)).at_each_step()
     with (
         torch_internals.replaced_rendezvous(_Rendezvous(store)),
         torch_internals.replaced_init_barrier(meet_makers),
@@ -322,7 +325,7 @@ def _serve(store: Path, replicas: bool) -> Generator[None]:
         changes_at_wait(),
         as_gloo(),
         torch_internals.before_new_group(SameMembers(store)),
-        comparison.at_each_step() if replicas else contextlib.nullcontext(),
+        comparison,
     ):
         yield
 

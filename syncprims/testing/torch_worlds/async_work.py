@@ -18,7 +18,7 @@ import torch
 from torch.distributed import Work
 from torch.futures import Future
 
-from syncprims._data.replicas import digest_tensors
+from syncprims._data.digests import digest_tensors
 from syncprims._protocol.call_site import NoteCache
 from syncprims.c10d import SyncProcessGroup, torch_internals
 from syncprims.c10d.torch_internals import c10d, dist

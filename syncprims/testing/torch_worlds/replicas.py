@@ -18,10 +18,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from syncprims._data import replicas
+from syncprims._data.digests import Digests, digest_tensors
 from syncprims._world.runtime import current
 from syncprims.c10d import torch_internals
 from syncprims.c10d.torch_internals import dist
+from syncprims.training import replicas
 
 Shared = Callable[[], contextlib.AbstractContextManager[dict[Any, Any]]]
 
@@ -79,7 +80,7 @@ class ReplicaComparison:
                 self._due[model] = f"before the forward pass {when}", index
                 for p in model.parameters():
                     stepped.pop(p, None)
-            rest = replicas.digest_tensors((name, p) for p, name in stepped.items())
+            rest = digest_tensors((name, p) for p, name in stepped.items())
             self._compare(None, (when, "rest"), rest)
 
     def _count(self, optimizer: Optimizer) -> tuple[int, int]:
@@ -102,7 +103,7 @@ class ReplicaComparison:
         return sorted(set(found) - inner, key=found.__getitem__)
 
     def _compare(
-        self, model: nn.Module | None, place: tuple[str, object], digests: replicas.Digests
+        self, model: nn.Module | None, place: tuple[str, object], digests: Digests
     ) -> None:
         """Leave the digests of this rank; if it is the last one, compare those of all.
 
@@ -114,7 +115,7 @@ class ReplicaComparison:
             ranks = dist.get_process_group_ranks(model.process_group)
         key = "replicas", *ranks, *place
         with self._shared() as values:
-            found: dict[int, replicas.Digests] = values.setdefault(key, {})
+            found: dict[int, Digests] = values.setdefault(key, {})
             found[world.rank] = digests
             if len(found) < len(ranks):
                 return

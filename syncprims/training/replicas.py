@@ -7,26 +7,26 @@ torch has made for several ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from zlib import crc32
 
-from syncprims.errors import RankMismatch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from .arrays import flat, is_tensor, on_host, raw
+from syncprims import RankMismatch
+from syncprims._data.digests import Digests, digest_tensors
 
 _SHOWN = 5
-Digests = dict[str, int]  # by the name of a tensor
 
 
-def digest_model(model: object) -> Digests:
+def digest_model(model: nn.Module) -> Digests:
     """Return the digest of each parameter of a model."""
     return digest_tensors(_named(model, "parameter"))
 
 
-def digest_buffers(model: Any) -> Digests:
+def digest_buffers(model: nn.Module) -> Digests:
     """Return the digest of each buffer of a model, unless its DDP makes them equal by itself."""
-    if is_ddp(model) and model.broadcast_buffers:
+    if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
         return {}
     return digest_tensors(_named(model, "buffer"))
 
@@ -48,40 +48,13 @@ def digest_optimizer(optimizer: Any, models: Sequence[Any]) -> Digests:
     )
 
 
-def is_ddp(model: object) -> bool:
-    """Return whether a model is torch's DDP."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    return isinstance(model, DistributedDataParallel)
-
-
-def _named(model: Any, kind: str) -> Iterator[tuple[str, Any]]:
-    inner = model.module if is_ddp(model) else model
+def _named(model: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in inner.modules()):
         return
     ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", ())
     tensors = inner.named_parameters() if kind == "parameter" else inner.named_buffers()
     yield from ((f"{kind} {name!r}", tensor) for name, tensor in tensors if name not in ignored)
-
-
-def digest_tensors(tensors: Iterable[tuple[str, Any]]) -> Digests:
-    """Return the digest of each tensor that is plain memory."""
-    return {
-        name: crc32(raw(flat(on_host(tensor.detach()))))
-        for name, tensor in tensors
-        if is_tensor(tensor) and _is_plain(tensor)
-    }
-
-
-def _is_plain(tensor: Any) -> bool:
-    import torch
-
-    return (
-        not torch.nn.parameter.is_lazy(tensor)
-        and type(tensor.data) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
-    )
 
 
 def difference(digests: Mapping[int, Digests], when: str) -> RankMismatch | None:
