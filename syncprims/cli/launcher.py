@@ -446,8 +446,8 @@ class _Launcher:
         if self._logs is not None:
             logs = [(self._logs / f"rank-{rank}.log").open("ab", buffering=0) for _ in logs]
         return (
-            Source(rank, process.stdout, self._output.stdout, logs[0]),
-            Source(rank, started.stderr, self._output.stderr, logs[1], started.tail),
+            Source(rank, process.stdout, "stdout", logs[0]),
+            Source(rank, started.stderr, "stderr", logs[1], started.tail),
         )
 
     def _environ(self, rank: int) -> dict[str, str]:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, TextIO
+from typing import IO, Any, Literal, TextIO, TypeAlias
 
 _LONGEST_LINE = 1 << 20  # bytes without an end of line, after which one is added
 #: Ends a line. A progress bar begins each state with a return; one that is last may begin \r\n.
@@ -26,6 +26,8 @@ _END_OF_LINE = re.compile(rb"\r?\n|\r(?!\Z)")
 _LOOKS = 5  # at most, for what came before what has been seen
 _PROMPT_PAUSE = 0.2  # seconds after which an unfinished line of rank 0 is shown
 _UNREAD = 5.0  # seconds for which the launcher, once it is asked to end, waits for a reader
+
+Stream: TypeAlias = Literal["stdout", "stderr"]
 
 
 class OutputLost(OSError):
@@ -38,120 +40,11 @@ class Source:
 
     rank: int
     pipe: IO[bytes]
-    sink: Sink
+    stream: Stream
     log: IO[bytes] | None = None  #: gets all that comes, as it is
     tail: collections.deque[str] | None = None  #: gets the last lines
     begun: bytes = b""  #: a line that has not ended
     due: float = math.inf  #: when it is shown as far as it goes
-
-    def read(self) -> bool:
-        """Read what has come and show what is complete; return whether more may come."""
-        chunk = os.read(self.pipe.fileno(), 65536)
-        if chunk:
-            *lines, self.begun = _END_OF_LINE.split(self.begun + chunk)
-            if len(self.begun) > _LONGEST_LINE:
-                lines, self.begun = [*lines, self.begun], b""
-            self._show(lines)
-            prompts = self.begun and not self.rank
-            self.due = time.monotonic() + _PROMPT_PAUSE if prompts else math.inf
-            self._keep(chunk)
-        return bool(chunk)
-
-    def _keep(self, chunk: bytes) -> None:
-        if self.log is not None:
-            try:
-                self.log.write(chunk)
-            except OSError as error:
-                why = f"{error.strerror}, in {self.log.name}"
-                self.sink.error = self.sink.error or OSError(error.errno, why)
-
-    def end(self) -> None:
-        """Show all that is left: nothing more comes."""
-        if self.begun:
-            self._show([self.begun.rstrip(b"\r")])
-        self.pipe.close()
-        if self.log is not None:
-            self.log.close()
-
-    def show_unfinished(self) -> None:
-        """Show a line that has not ended, such as a prompt."""
-        self.due = math.inf
-        self.sink.write_unfinished(self)
-
-    def _show(self, lines: list[bytes]) -> None:
-        if lines:
-            if self.tail is not None:
-                self.tail.extend(line.decode(errors="replace") for line in lines)
-            self.sink.write(self, lines)
-
-
-class _Unfinished:
-    """The unfinished line that stands at the end of one terminal or file."""
-
-    source: Source | None = None
-    text = b""
-
-
-class Sink:
-    """An output stream of the launcher."""
-
-    def __init__(
-        self, stream: TextIO, name: str, unfinished: _Unfinished, facts: Mapping[str, Any] | None
-    ) -> None:
-        self._stream = stream
-        self._name = name
-        self._unfinished = unfinished
-        self._facts = facts
-        self.error: OSError | None = None  #: the first failed write
-
-    def write(self, source: Source | None, lines: list[bytes]) -> None:
-        """Write complete lines of `source`, or of the launcher itself."""
-        data = b"".join(self._line(source, line) for line in lines)
-        last = self._unfinished
-        if last.source is not None and last.source is source and data.startswith(last.text):
-            data = data[len(last.text) :]
-        elif last.source is not None:
-            data = b"\n" + data
-            shown = len(last.text) - len(_prefix(last.source))
-            last.source.begun = last.source.begun[shown:]  # the line goes on without this part
-        last.source = None
-        self._write(data)
-
-    def write_unfinished(self, source: Source) -> None:
-        """Write what `source` has of a line that has not ended; no line of JSON is unfinished."""
-        last = self._unfinished
-        if self._facts is None:
-            text = _prefix(source) + source.begun.rstrip(b"\r")
-            shown = len(last.text) if last.source is source else 0
-            last.source, last.text = source, text
-            self._write(text[shown:])
-
-    def _line(self, source: Source | None, line: bytes) -> bytes:
-        prefix = _prefix(source)
-        line = line.removeprefix(prefix)  # a line of `get_logger` begins with it
-        if self._facts is None:
-            return prefix + line + b"\n"
-        rank, text = None if source is None else source.rank, line.decode(errors="replace")
-        about = {"time": round(time.time(), 3), "rank": rank, **self._facts, "stream": self._name}
-        return json.dumps({**about, "line": text}).encode() + b"\n"
-
-    def _write(self, data: bytes) -> None:
-        try:
-            fd = self._stream.fileno()  # not its buffer: nobody can flush that while a write waits
-            while data:
-                try:
-                    data = data[os.write(fd, data) :]
-                except BlockingIOError:  # who shares the stream may have made it non-blocking
-                    poll = select.poll()
-                    poll.register(fd, select.POLLOUT)
-                    poll.poll()
-        except OSError as error:
-            # It is raised at the end: if the output were no longer read, the ranks would block.
-            self.error = self.error or error
-
-
-def _prefix(source: Source | None) -> bytes:
-    return b"" if source is None else b"[rank %d] " % source.rank
 
 
 class Output:
@@ -169,11 +62,13 @@ class Output:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         self._interrupts = interrupts
-        line = _Unfinished()
-        self.stdout: Sink = Sink(stdout, "stdout", line, facts)
+        self._facts = facts
+        self._streams: dict[Stream, TextIO] = {"stdout": stdout, "stderr": stderr}
         # Two terminals are one, most likely; a file has a line of its own.
-        both = stdout.isatty() and stderr.isatty()
-        self.stderr: Sink = Sink(stderr, "stderr", line if both else _Unfinished(), facts)
+        self._one = stdout.isatty() and stderr.isatty()
+        #: What stands in the unfinished line of a stream, and whose it is.
+        self._unfinished: dict[Stream, tuple[Source, bytes]] = {}
+        self.error: OSError | None = None  #: what first kept the launcher from writing
         self._said = collections.deque[list[bytes]]()
         self._added = collections.deque[Source]()
         self._thread: threading.Thread | None = None
@@ -189,11 +84,6 @@ class Output:
             self.finish()
         elif self._bell >= 0:
             os.write(self._bell, b".")
-
-    @property
-    def error(self) -> OSError | None:
-        """What kept the launcher from writing, if anything did."""
-        return self.stdout.error or self.stderr.error
 
     def forward(self, sources: Iterable[Source]) -> None:
         """Start to pass on what comes from `sources`, in a thread of its own."""
@@ -224,6 +114,8 @@ class Output:
                 deadline = min(deadline, time.monotonic() + _UNREAD)
         self._thread = None
 
+    # -- the thread -----------------------------------------------------------------------------
+
     def _forward(self, sources: list[Source], bell: int) -> None:
         left = {source.pipe.fileno(): source for source in sources}  # in the order of the ranks
         poll = select.poll()  # `select` itself takes no descriptor from 1024 up
@@ -239,24 +131,105 @@ class Output:
                     break
             found = {fd for fd, _ in ready}
             for fd in [fd for fd in left if fd in found]:
-                if not left[fd].read():
+                if not self._read(left[fd]):
                     poll.unregister(fd)
-                    left.pop(fd).end()
+                    self._end(left.pop(fd))
             while self._added:
                 source = self._added.popleft()
                 left[source.pipe.fileno()] = source
                 poll.register(source.pipe.fileno(), select.POLLIN)
             while self._said:
-                self.stderr.write(None, self._said.popleft())
+                self._show(None, self._said.popleft())
             if finishing and not found:
                 break
             if bell in found and not os.read(bell, 4096):
                 poll.unregister(bell)
                 finishing = True
-            now = time.monotonic()
             for source in left.values():
-                if source.due <= now:
-                    source.show_unfinished()
+                if source.due <= time.monotonic():
+                    self._show_unfinished(source)
         for source in left.values():
-            source.end()
+            self._end(source)
         os.close(bell)
+
+    def _read(self, source: Source) -> bool:
+        """Read what has come and show what is complete; return whether more may come."""
+        chunk = os.read(source.pipe.fileno(), 65536)
+        if chunk:
+            *lines, source.begun = _END_OF_LINE.split(source.begun + chunk)
+            if len(source.begun) > _LONGEST_LINE:
+                lines, source.begun = [*lines, source.begun], b""
+            self._show(source, lines)
+            prompts = source.begun and not source.rank
+            source.due = time.monotonic() + _PROMPT_PAUSE if prompts else math.inf
+            if source.log is not None:
+                try:
+                    source.log.write(chunk)
+                except OSError as error:
+                    why = f"{error.strerror}, in {source.log.name}"
+                    self.error = self.error or OSError(error.errno, why)
+        return bool(chunk)
+
+    def _end(self, source: Source) -> None:
+        """Show all that is left: nothing more comes."""
+        if source.begun:
+            self._show(source, [source.begun.rstrip(b"\r")])
+        source.pipe.close()
+        if source.log is not None:
+            source.log.close()
+
+    def _show(self, source: Source | None, lines: Sequence[bytes]) -> None:
+        """Write complete lines of `source`, or of the launcher itself."""
+        if not lines:
+            return
+        if source is not None and source.tail is not None:
+            source.tail.extend(line.decode(errors="replace") for line in lines)
+        stream = "stderr" if source is None else source.stream
+        data = b"".join(self._line(source, line) for line in lines)
+        owner, text = self._unfinished.pop(self._place(stream), (None, b""))
+        if owner is not None and owner is source and data.startswith(text):
+            data = data[len(text) :]
+        elif owner is not None:
+            data = b"\n" + data
+            owner.begun = owner.begun[len(text) - len(_prefix(owner)) :]  # it goes on without this
+        self._write(stream, data)
+
+    def _show_unfinished(self, source: Source) -> None:
+        """Write what `source` has of a line, such as a prompt; no line of JSON is unfinished."""
+        source.due = math.inf
+        if self._facts is None:
+            place, text = self._place(source.stream), _prefix(source) + source.begun.rstrip(b"\r")
+            owner, shown = self._unfinished.get(place, (None, b""))
+            self._unfinished[place] = source, text
+            self._write(source.stream, text[len(shown) if owner is source else 0 :])
+
+    def _place(self, stream: Stream) -> Stream:
+        return "stdout" if self._one else stream
+
+    def _line(self, source: Source | None, line: bytes) -> bytes:
+        prefix = _prefix(source)
+        line = line.removeprefix(prefix)  # a line of `get_logger` begins with it
+        if self._facts is None:
+            return prefix + line + b"\n"
+        rank, stream = (None, "stderr") if source is None else (source.rank, source.stream)
+        about = {"time": round(time.time(), 3), "rank": rank, **self._facts, "stream": stream}
+        return json.dumps({**about, "line": line.decode(errors="replace")}).encode() + b"\n"
+
+    def _write(self, stream: Stream, data: bytes) -> None:
+        try:
+            # Not its buffer: nobody can flush that while a write waits.
+            fd = self._streams[stream].fileno()
+            while data:
+                try:
+                    data = data[os.write(fd, data) :]
+                except BlockingIOError:  # who shares the stream may have made it non-blocking
+                    poll = select.poll()
+                    poll.register(fd, select.POLLOUT)
+                    poll.poll()
+        except OSError as error:
+            # It is raised at the end: if the output were no longer read, the ranks would block.
+            self.error = self.error or error
+
+
+def _prefix(source: Source | None) -> bytes:
+    return b"" if source is None else b"[rank %d] " % source.rank

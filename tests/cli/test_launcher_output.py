@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import os
 import pty
@@ -36,9 +35,8 @@ class Screen:
     def pipe(self, rank: int, *, errors: bool = False) -> IO[bytes]:
         """Return the writing end of a stream of `rank`."""
         reader, writer = os.pipe()
-        sink = self._output.stderr if errors else self._output.stdout
-        tail = collections.deque[str]() if errors else None
-        self._sources.append(Source(rank, os.fdopen(reader, "rb", 0), sink, tail=tail))
+        source = Source(rank, os.fdopen(reader, "rb", 0), "stderr" if errors else "stdout")
+        self._sources.append(source)
         self._pipes.append(os.fdopen(writer, "wb", 0))
         return self._pipes[-1]
 
