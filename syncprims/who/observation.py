@@ -32,7 +32,7 @@ from .finding import (
     judge,
     subject,
 )
-from .processes import ProcessSample, may_spin
+from .processes import ProcessSample, StackLine, may_spin
 
 if TYPE_CHECKING:
     from .worlds import WorldReader
@@ -98,10 +98,9 @@ class _Kept:
 
     before: _Look | None = None
     clocks: dict[int, float] = field(default_factory=dict[int, float])  #: of ranks of other hosts
-    lines: dict[int, str] = field(default_factory=dict[int, str])  #: of processes
+    lines: dict[int, StackLine] = field(default_factory=dict[int, StackLine])  #: of processes
     lines_at: float = -math.inf
-    #: The ranks in collectives of torch, each with its line and rounds, and the first look at it
-    #: there.
+    #: The ranks in collectives of torch: line and rounds of each, and the first look at it there.
     in_torch: dict[int, tuple[Any, ProcessSample]] = field(default_factory=dict[int, Any])
 
 
@@ -267,18 +266,19 @@ class Observation:
             return report._replace(finding=report.finding._replace(text=text))
         stands, waited = kept.in_torch, dict[int, float]()
         for rank, pid in pids.items():
-            line, sample = lines.get(pid, ""), now.samples[rank]
-            if line.endswith(processes.IN_TORCH):
-                place = line, report.ranks[rank].rounds
+            line, sample = lines.get(pid), now.samples[rank]
+            if line is not None and line.collective:
+                at = line, report.ranks[rank].rounds
                 old, since = known.get(rank, (None, sample))
-                stays = place == old and not since.goes_on(sample, may_spin=may_spin(pid, line))
-                stands[rank] = place, since if stays else sample
+                spins = may_spin(pid, line.collective)
+                stays = at == old and not since.goes_on(sample, may_spin=spins)
+                stands[rank] = at, since if stays else sample
                 waited[rank] = sample.at - stands[rank][1].at
         if not any(waited.values()):
             return report
         longest = max(waited, key=lambda rank: (waited[rank], -rank))
-        collective = lines[pids[longest]].rpartition(", in ")[2]
-        inside = [rank for rank in stands if lines[pids[rank]].endswith(f", in {collective}")]
+        collective = lines[pids[longest]].collective
+        inside = [rank for rank in stands if lines[pids[rank]].collective == collective]
         outside = [
             row for row in report.ranks if row.rank not in inside and row.state != "elsewhere"
         ]
@@ -287,9 +287,9 @@ class Observation:
             for rank in inside
         ):
             return report  # other threads of theirs carry the data
-        doing = {r: _describe(r, before, now, lines.get(pid, "")) for r, pid in pids.items()}
+        doing = {r: _describe(r, before, now, lines.get(pid)) for r, pid in pids.items()}
         text = subject(inside) if outside else "all ranks here have"
-        text += f" been in {collective} for {waited[longest]:.1f} s or longer"
+        text += f" been in {collective} of torch for {waited[longest]:.1f} s or longer"
         if outside:
             text += f", and {name_ranks([row.rank for row in outside])} not"
         for row in outside[:MOST_NAMED]:
@@ -303,20 +303,20 @@ class Observation:
             finding=Finding("torch", faults, text, waited[longest], stuck),
         )
 
-    def _read_lines(self, pids: Iterable[int]) -> dict[int, str]:
+    def _read_lines(self, pids: Iterable[int]) -> dict[int, StackLine]:
         """Return the lines of these processes, each with that of a process that it has started."""
         running = list(pids)
         workers = {pid: sorted(find_descendants(pid))[:_MOST_WORKERS] for pid in running}
         lines = processes.python_lines([*running, *itertools.chain(*workers.values())])
         for pid in running:
+            line = lines.get(pid, StackLine("C"))
             for worker in [one for one in workers[pid] if one in lines][:1]:
-                if not lines.get(pid, "").endswith(processes.IN_TORCH):
-                    theirs = f"its process {worker} is in {lines[worker]}"  # as of a loader
-                    lines[pid] = f"{lines.get(pid, 'C')}; {theirs}"
+                if not line.collective:  # as of a loader
+                    lines[pid] = StackLine(f"{line}; its process {worker} is in {lines[worker]}")
         return lines
 
 
-def _describe(rank: int, before: _Look, now: _Look, line: str) -> str:
+def _describe(rank: int, before: _Look, now: _Look, line: StackLine | None) -> str:
     """Return what the process of a rank does, and in which line, as a sentence goes on."""
     earlier, sample = before.samples.get(rank, ProcessSample()), now.samples[rank]
     doing = _activity(now.view.pids[rank], earlier, sample, processes.share(earlier, sample))
@@ -369,7 +369,11 @@ def _common_waits(before: _Look, now: _Look) -> dict[int, RankWait]:
 
 
 def _report_rank(
-    rank: int, before: _Look, now: _Look, wait: RankWait | None, lines: Mapping[int, str] | None
+    rank: int,
+    before: _Look,
+    now: _Look,
+    wait: RankWait | None,
+    lines: Mapping[int, StackLine] | None,
 ) -> RankReport:
     """Return what a rank does; `lines` of processes are given if others wait for it."""
     view, pid = now.view, now.view.pids.get(rank)
@@ -405,7 +409,7 @@ def _report_rank(
         elif line := processes.innermost(about.frames):
             doing += f", in {line}"
     if pid is not None and lines is not None:
-        doing = _describe(rank, before, now, lines.get(pid, ""))
+        doing = _describe(rank, before, now, lines.get(pid))
     board = wait.board if wait is not None else _latest_board(rank, before.view, view)
     status = board.statuses[rank] if board is not None else view.states.get(rank, Status())
     label, number, behind, group = status.label, status.rounds, 0, None

@@ -45,8 +45,6 @@ _WITH_FILE = {
 }  # fmt: skip
 _INSTALLED = r"/site-packages/|/lib/python3|^<"  # files that are not the user's program
 _OF_TORCH = r"/torch/(distributed|nn/parallel|autograd|cuda)/"  # files of its collectives
-#: How the line of a process ends that is in a collective of torch.
-IN_TORCH = " of torch"
 _LONGEST_PATH = 256  # bytes
 #: Methods in C that wait for the others' collectives, by the system call that they wait in.
 _WAITS_IN_C = {"futex": "wait", "poll": "wait|get", "recvfrom": "wait|get"}
@@ -79,6 +77,16 @@ class ProcessSample(NamedTuple):
         most = 0.05 + 0.02 * (now.at - self.at)
         computes = now.main_seconds - self.main_seconds > most
         return now.switches - self.switches > 1 or (computes and not may_spin)
+
+
+class StackLine(NamedTuple):
+    """Where the main thread of a process is."""
+
+    place: str  #: a function and a line of the user's program
+    collective: str = ""  #: the function of torch that it has called there, to wait for others
+
+    def __str__(self) -> str:
+        return self.place + (f", in {self.collective} of torch" if self.collective else "")
 
 
 def sample(pid: int) -> ProcessSample:
@@ -165,17 +173,17 @@ def uses_torch(pid: int) -> bool:
     return "libtorch" in _read(f"/proc/{pid}/maps")
 
 
-def may_spin(pid: int, line: str = "") -> bool:
+def may_spin(pid: int, collective: str = "") -> bool:
     """Return whether a process may compute while it waits for others: NCCL looks at a device.
 
     Not in a backward pass, which launches kernels.
     """
     names = (_read(f"{thread}/comm") for thread in Path(f"/proc/{pid}/task").glob("*"))
-    return not line.endswith(f"backward{IN_TORCH}") and any("pt_nccl" in name for name in names)
+    return not collective.endswith("backward") and any("pt_nccl" in name for name in names)
 
 
-def python_lines(pids: Iterable[int]) -> dict[int, str]:
-    """Return in which function and line of the user's program these processes are, where known.
+def python_lines(pids: Iterable[int]) -> dict[int, StackLine]:
+    """Return where in the user's program these processes are, if that is known.
 
     py-spy reads their memory and does not stop them. Only the first few processes are read.
     """
@@ -187,7 +195,7 @@ def python_lines(pids: Iterable[int]) -> dict[int, str]:
         return {pid: line for pid, line in zip(some, lines, strict=True) if line}
 
 
-def _python_line(program: str, pid: int) -> str:
+def _python_line(program: str, pid: int) -> StackLine | None:
     command = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_STACK_TIMEOUT, check=False)
@@ -195,28 +203,26 @@ def _python_line(program: str, pid: int) -> str:
         main = next((one for one in threads if one["thread_name"] == "MainThread"), threads[0])
         line = innermost(main["frames"])
         leaf = main["frames"][0]
-        if not line.endswith(IN_TORCH) and not re.search(_INSTALLED, leaf["filename"]):
+        if line and not line.collective and not re.search(_INSTALLED, leaf["filename"]):
             source = linecache.getline(f"/proc/{pid}/root{leaf['filename']}", leaf["line"])
             calls = _WAITS_ON_DEVICE if may_spin(pid) else _WAITS_IN_C.get(_system_call(pid))
             waits = calls and re.search(rf"\.({calls})\(", source)
-            line += f", in {waits[1]}{IN_TORCH}" if waits and uses_torch(pid) else ""
+            if waits and uses_torch(pid):
+                line = line._replace(collective=waits[1])
         return line
     except (OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError):
-        return ""
+        return None
 
 
-def innermost(frames: Sequence[Any]) -> str:
-    """Return the innermost frame that is of the user's program; else the innermost one.
-
-    And the function of torch that it has called, if it is in one of its collectives.
-    """
+def innermost(frames: Sequence[Any]) -> StackLine | None:
+    """Return the innermost frame that is of the user's program; else the innermost one."""
     # What stands below this ran when multiprocessing forked. An idle worker has nothing else.
     begun = [n for n, one in enumerate(frames) if one["name"].endswith("Process._bootstrap")]
     own = frames[: begun[0]] if begun else frames
     theirs = [one for one in own if not re.search(_INSTALLED, one["filename"])]
     theirs = theirs or ([] if begun else list(frames))
     if not theirs:
-        return ""
+        return None
     name = re.sub(r".*/", "", theirs[0]["filename"])
     called = [
         one for one in frames[: frames.index(theirs[0])] if not one["name"].endswith("wrapper")
@@ -226,5 +232,5 @@ def innermost(frames: Sequence[Any]) -> str:
         del called[0]
     if not called or not re.search(_OF_TORCH, called[0]["filename"]):
         torchs = []  # as in a forward pass that DDP wraps: it computes
-    inside = f", in {torchs[-1]}{IN_TORCH}" if torchs else ""
-    return f"{theirs[0]['name']} ({name}:{theirs[0]['line']}){inside}"
+    place = f"{theirs[0]['name']} ({name}:{theirs[0]['line']})"
+    return StackLine(place, torchs[-1] if torchs else "")
