@@ -112,16 +112,11 @@ class PrivateDirectory:
         try:
             found = os.fstat(fd)
             if found.st_uid != os.geteuid():
-                raise ConfigurationError(
-                    f"{path} belongs to user {found.st_uid}, and this process runs as user "
-                    f"{os.geteuid()}: its owner could forge what ranks send each other; {_CURE}"
-                )
+                raise _refused(path, f"belongs to user {found.st_uid}, not to user {os.geteuid()}")
             mode = stat.S_IMODE(found.st_mode)
             if mode & forbidden:
-                raise ConfigurationError(
-                    f"{path} has mode {mode:04o}, which lets others in: they could forge what "
-                    f"ranks send each other; run `chmod 700 {path}`, or {_CURE}"
-                )
+                cure = f"run `chmod 700 {path}`, or {_CURE}"
+                raise _refused(path, f"has mode {mode:04o}, which lets others in", cure)
         except BaseException:
             os.close(fd)
             raise
@@ -148,10 +143,8 @@ class PrivateDirectory:
             mode = stat.S_IMODE(found.st_mode)
             if mode & 0o077:
                 # A user who may only read a file can still hold its lock forever.
-                raise ConfigurationError(
-                    f"{path} has mode {mode:04o}, which lets others in: they could hold its lock, "
-                    f"or read what ranks send each other; remove it, or run `chmod 600 {path}`"
-                )
+                cure = f"remove it, or run `chmod 600 {path}`"
+                raise _refused(path, f"has mode {mode:04o}, which lets others in", cure)
         except BaseException:
             os.close(fd)
             raise
@@ -207,9 +200,7 @@ class PrivateDirectory:
         if stat.S_ISFIFO(found.st_mode) and found.st_uid == os.geteuid():
             return fd
         os.close(fd)
-        raise ConfigurationError(
-            f"{self.path / name} is not a pipe that belongs to this user; remove it"
-        )
+        raise _refused(self.path / name, "is not a pipe that belongs to this user", "remove it")
 
     def names(self) -> list[str]:
         """Return the names inside."""
@@ -314,10 +305,7 @@ def _link(path: Path, name: str, above: int, apart: bool) -> str | None:
     except OSError:
         return None  # to open it will say what is wrong
     if target is not None and not is_trusted(found.st_uid, apart):
-        raise ConfigurationError(
-            f"{path} is a link that belongs to user {found.st_uid}, who could lead ranks to "
-            f"different directories; {_CURE}"
-        )
+        raise _refused(path, f"is a link that belongs to user {found.st_uid}")
     return target
 
 
@@ -347,50 +335,47 @@ def _check_passage(path: Path, at: Path, found: os.stat_result, apart: bool) -> 
     with names of ours come into it.
     """
     if not is_trusted(found.st_uid, apart):
-        raise ConfigurationError(
-            f"{path} cannot be used as a meeting place: {at} above it belongs to user "
-            f"{found.st_uid}, who could put another directory in its place; {_CURE}, where others "
-            f"cannot rename it"
-        )
+        what = f"is below {at}, which belongs to user {found.st_uid}, who could replace it"
+        raise _refused(path, what, f"{_CURE}, where others cannot rename it")
     return is_closed(found)
 
 
 # -- what is wrong --------------------------------------------------------------------------------
 
 
+_NO_FILES = (
+    "raise the limit of open files (ulimit -n): a rank needs one for each other rank, and 20 more"
+)
+_CURES = {
+    errno.EACCES: "drop privileges before the first call, or let this user read and write there",
+    errno.EMFILE: _NO_FILES,
+    errno.ENFILE: _NO_FILES,
+    errno.EFBIG: "raise the limit of the size of files (ulimit -f)",
+    **dict.fromkeys(_NO_ROOM, "free some space, or set SYNCPRIMS_DIR to a place with more"),
+}
+
+
 def cure_for(error: OSError) -> str:
     """Return what the user can do about an error of the system at a file of the ranks."""
-    if error.errno == errno.EACCES:
-        return (
-            f"user {os.geteuid()} may not do this: drop privileges before the first call, or make "
-            f"the place readable and writable for its owner"
-        )
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return (
-            "raise the limit of open files (ulimit -n): a rank needs one for each other rank, and "
-            "20 more"
-        )
-    if error.errno == errno.EFBIG:
-        return "raise the limit of the size of files (ulimit -f)"
-    if error.errno in _NO_ROOM:
-        return "free some space, or set SYNCPRIMS_DIR to a place with more"
-    return "set SYNCPRIMS_DIR to another place"
+    return _CURES.get(error.errno or 0, "set SYNCPRIMS_DIR to another place")
+
+
+def _refused(path: Path, why: str, cure: str = _CURE) -> ConfigurationError:
+    return ConfigurationError(f"{path} {why}, so others could forge what ranks send; {cure}")
 
 
 def _not_ours(path: Path) -> ConfigurationError:
-    return ConfigurationError(
-        f"{path} is not a plain file of this user's own; remove it, or {_CURE}"
-    )
+    return _refused(path, "is not a plain file of this user's own", f"remove it, or {_CURE}")
 
 
 def _why_not(path: Path, error: OSError) -> str:
+    reason, cure = error.strerror or type(error).__name__, f"make it writable, or {_CURE}"
     if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EEXIST):
-        kind = "a link" if path.is_symlink() else "not a directory"
-        return f"{path} cannot be used as a meeting place: it is {kind}; remove it, or {_CURE}"
-    reason = error.strerror or type(error).__name__
-    if isinstance(error, PermissionError):
+        reason = "it is a link" if path.is_symlink() else "it is not a directory"
+        cure = f"remove it, or {_CURE}"
+    elif isinstance(error, PermissionError):
         with contextlib.suppress(OSError):  # it is not there, or cannot be seen
             if (owner := path.lstat().st_uid) != os.geteuid():
-                what = f"user {owner} owns it, and lets user {os.geteuid()} not in"
-                return f"{path} cannot be used as a meeting place: {what}; {_CURE}"
-    return f"{path} cannot be used as a meeting place: {reason}; make it writable, or {_CURE}"
+                reason = f"user {owner} owns it, and lets user {os.geteuid()} not in"
+                cure = _CURE
+    return f"{path} cannot be used as a meeting place: {reason}; {cure}"
