@@ -50,7 +50,8 @@ from .store import StoreEndpoint, StoreGone, StoreLink, StoreProbe, first_line
 
 _CONTRIBUTE_ANYWAY = 0.02  # seconds until a waiting rank does what the last to post should have
 _CONTRIBUTE_AGAIN = 1.0  # and until a contribution may have been lost
-# Looks at a round's log after a contribution, of all hosts together: so often the others come soon.
+# Looks at a round's log after a contribution, divided by the number of hosts, before a rank waits:
+# mostly the other hosts come soon.
 _LOOKS = 16
 _ASK = 0.002  # seconds after which a waiting rank announces its wait
 # Seconds after which a rank asks the store, too, if one before it should have; doubled each time.

@@ -190,7 +190,7 @@ class StoreEndpoint:
             else:
                 self.refusal = None
                 return
-        raise StoreGone("it was given up")
+        raise StoreGone("this rank has stopped waiting for it")
 
     def connect(self) -> Any:
         """Return a new connection, for one thread; it blocks until the store is served."""
