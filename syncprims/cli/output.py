@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from typing import IO, Any, Literal, TextIO, TypeAlias
 
 _LONGEST_LINE = 1 << 20  # bytes without an end of line, after which one is added
-#: Ends a line. A progress bar begins each state with a return; one that is last may begin \r\n.
-_END_OF_LINE = re.compile(rb"\r?\n|\r(?!\Z)")
+_END_OF_LINE = re.compile(rb"\r?\n")
+#: The same, or of one state of a progress bar. A return that is last may belong to such an end.
+_END_OF_STATE = re.compile(rb"\r?\n|\r(?!\Z)")
+_STATE_EVERY = 1.0  # seconds between two states of one that are shown on a terminal, as lines
 _LOOKS = 5  # at most, for what came before what has been seen
 _PROMPT_PAUSE = 0.2  # seconds after which an unfinished line of rank 0 is shown
 _UNREAD = 5.0  # seconds for which the launcher, once it is asked to end, waits for a reader
@@ -45,6 +47,7 @@ class Source:
     tail: collections.deque[str] | None = None  #: gets the last lines
     begun: bytes = b""  #: a line that has not ended
     due: float = math.inf  #: when it is shown as far as it goes
+    next_state: float = -math.inf  #: when the next state of a progress bar is shown
 
 
 class Output:
@@ -65,7 +68,7 @@ class Output:
         self._facts = facts
         self._streams: dict[Stream, TextIO] = {"stdout": stdout, "stderr": stderr}
         # Two terminals are one, most likely; a file has a line of its own.
-        self._one = stdout.isatty() and stderr.isatty()
+        self._terminals = {name for name, one in self._streams.items() if one.isatty()}
         #: What stands in the unfinished line of a stream, and whose it is.
         self._unfinished: dict[Stream, tuple[Source, bytes]] = {}
         self.error: OSError | None = None  #: what first kept the launcher from writing
@@ -156,12 +159,19 @@ class Output:
         """Read what has come and show what is complete; return whether more may come."""
         chunk = os.read(source.pipe.fileno(), 65536)
         if chunk:
-            *lines, source.begun = _END_OF_LINE.split(source.begun + chunk)
+            end = _END_OF_LINE if source.stream in self._terminals else _END_OF_STATE
+            *lines, source.begun = end.split(source.begun + chunk)
+            now = time.monotonic()
+            if before := source.begun.rstrip(b"\r").rpartition(b"\r")[0]:  # it stands there no more
+                source.begun = source.begun[len(before) :]
+                if now >= source.next_state:
+                    lines.append(before)
+                    source.next_state = now + _STATE_EVERY
             if len(source.begun) > _LONGEST_LINE:
                 lines, source.begun = [*lines, source.begun], b""
             self._show(source, lines)
             prompts = source.begun and not source.rank
-            source.due = time.monotonic() + _PROMPT_PAUSE if prompts else math.inf
+            source.due = now + _PROMPT_PAUSE if prompts else math.inf
             if source.log is not None:
                 try:
                     source.log.write(chunk)
@@ -173,7 +183,7 @@ class Output:
     def _end(self, source: Source) -> None:
         """Show all that is left: nothing more comes."""
         if source.begun:
-            self._show(source, [source.begun.rstrip(b"\r")])
+            self._show(source, [source.begun])
         source.pipe.close()
         if source.log is not None:
             source.log.close()
@@ -182,6 +192,7 @@ class Output:
         """Write complete lines of `source`, or of the launcher itself."""
         if not lines:
             return
+        lines = [_last_state(line) for line in lines]
         if source is not None and source.tail is not None:
             source.tail.extend(line.decode(errors="replace") for line in lines)
         stream = "stderr" if source is None else source.stream
@@ -191,20 +202,20 @@ class Output:
             data = data[len(text) :]
         elif owner is not None:
             data = b"\n" + data
-            owner.begun = owner.begun[len(text) - len(_prefix(owner)) :]  # it goes on without this
+            owner.begun = owner.begun.removeprefix(text.removeprefix(_prefix(owner)))
         self._write(stream, data)
 
     def _show_unfinished(self, source: Source) -> None:
         """Write what `source` has of a line, such as a prompt; no line of JSON is unfinished."""
         source.due = math.inf
         if self._facts is None:
-            place, text = self._place(source.stream), _prefix(source) + source.begun.rstrip(b"\r")
+            place, text = self._place(source.stream), _prefix(source) + _last_state(source.begun)
             owner, shown = self._unfinished.get(place, (None, b""))
             self._unfinished[place] = source, text
             self._write(source.stream, text[len(shown) if owner is source else 0 :])
 
     def _place(self, stream: Stream) -> Stream:
-        return "stdout" if self._one else stream
+        return "stdout" if len(self._terminals) > 1 else stream
 
     def _line(self, source: Source | None, line: bytes) -> bytes:
         prefix = _prefix(source)
@@ -229,6 +240,11 @@ class Output:
         except OSError as error:
             # It is raised at the end: if the output were no longer read, the ranks would block.
             self.error = self.error or error
+
+
+def _last_state(line: bytes) -> bytes:
+    """Return what stands in a line: each state of a progress bar begins with a return."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def _prefix(source: Source | None) -> bytes:
