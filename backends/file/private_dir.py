@@ -361,7 +361,7 @@ def cure_for(error: OSError) -> str:
 
 
 def _refused(path: Path, why: str, cure: str = _CURE) -> ConfigurationError:
-    return ConfigurationError(f"{path} {why}, so others could forge what ranks send; {cure}")
+    return ConfigurationError(f"{path} {why}: what ranks send there could be forged; {cure}")
 
 
 def _not_ours(path: Path) -> ConfigurationError:
