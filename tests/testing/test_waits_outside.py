@@ -178,11 +178,10 @@ def named_pipe(place: Place) -> Way:
     os.mkfifo(path)
     keep = place.keep(os.open(path, os.O_RDWR))
 
-    def take() -> None:
-        with path.open("rb", buffering=0) as reader:
-            assert reader.read(1) == b"x"
-
-    return Way(lambda: os.write(keep, b"xx"), take)
+    return Way(
+        lambda: os.write(keep, b"xx"),
+        lambda: os.read(place.keep(os.open(path, os.O_RDONLY)), 1),
+    )
 
 
 def socket_pair(place: Place) -> Way:
@@ -238,8 +237,9 @@ def locked_file(place: Place) -> Way:
     fcntl.flock(held, fcntl.LOCK_EX)
 
     def take() -> None:
-        with (place.folder / "lock").open() as mine:
-            fcntl.flock(mine, fcntl.LOCK_EX)
+        mine = place.keep((place.folder / "lock").open())
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        fcntl.flock(mine, fcntl.LOCK_UN)
 
     return Way(lambda: fcntl.flock(held, fcntl.LOCK_UN), take)
 
