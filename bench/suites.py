@@ -1,6 +1,6 @@
 """Run test suites of other projects by their own launchers and in worlds, and compare.
 
-    python bench/suites.py FOLDER [--only NAME,NAME] [--kinds own,processes,threads]
+    python bench/suites.py FOLDER [--only NAME,NAME] [--kinds own,processes]
     SYNCPRIMS_SUITES=FOLDER python bench/measure.py --only suites     # make the section from these
 
 FOLDER has a checkout of each suite, ``FOLDER/ignite`` and so on; the figures are stored there, too.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from scale import Scale
 
 HERE = Path(__file__).resolve().parent
-KINDS = ("own", "processes", "threads")
+KINDS = ("own", "processes")
 _LIMIT = 300.0  # seconds of a suite by one launcher
 _TESTS = 30  # of a suite, at most
 
@@ -146,7 +146,7 @@ def run(suite: Suite, folder: Path, kind: str, names: list[str]) -> dict[str, An
     command = [sys.executable, "-m", "pytest", "-q", *files, "-k", suite.chosen]
     command += ["-p", "suites", "-p", "no:randomly", "-p", "no:cacheprovider", "-n", "0"]
     if not suite.ranks:
-        command += [f"--syncprims-worlds={kind}"] if kind != "own" else []
+        command += ["--syncprims-worlds"] if kind != "own" else []
     elif kind == "own":
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command[1:1] = [*torchrun, str(suite.ranks)]
@@ -183,7 +183,7 @@ def run(suite: Suite, folder: Path, kind: str, names: list[str]) -> dict[str, An
                 found["outcomes"][name] = (outcome, why)
         output.seek(0)
         found["end"] = text = output.read().decode(errors="replace")[-3000:]
-    counts = r"^\d+ (?:process groups in|launches in|left to).*$"
+    counts = r"^\d+ (?:process groups in|left to).*$"
     found["launches"] = re.findall(counts, text, re.M)
     if suite.ranks and kind != "own":
         found["launches"] = [f"{len(found['outcomes'])} tests on {suite.ranks} ranks"]
@@ -200,8 +200,6 @@ def main() -> None:
     suites = {suite.place: suite for suite in SUITES}
     for name in options.only.split(","):
         for kind in options.kinds.split(",") if (options.folder / name).is_dir() else ():
-            if kind == "threads" and suites[name].ranks:
-                continue  # its tests run in worlds of processes
             own = options.folder / f"{name}.own.json"
             again = kind != "own" and own.exists()
             names = [*json.loads(own.read_text())["outcomes"]] if again else []
@@ -240,31 +238,29 @@ def lines(data: dict[str, Any]) -> list[str]:
     from table import head, row, short  # not in a suite, where this module is a plugin of pytest
 
     table, notes, ratios, walls = list[str](), list[str](), list[float](), list[float]()
-    all_, same, skipped = Counter[str](), Counter[str](), 0
+    all_ = same = skipped = 0
     for name, kinds in data["suites"].items():
         own = kinds["own"]
         tests = sum(own["counts"].values())
-        for kind in kinds:
-            differ = kinds[kind]["differ"]
-            all_[kind] += tests
-            same[kind] += tests - len(differ)
-            notes += [f"- {name}, {kind}: `{test}` {a}, then {b}" for test, a, b in differ]
+        differ = kinds["processes"]["differ"]
+        all_ += tests
+        same += tests - len(differ)
+        notes += [f"- {name}: `{test}` {a}, then {b}" for test, a, b in differ]
         skipped += own["counts"].get("skipped", 0)
         ratios.append(own["processor"] / kinds["processes"]["processor"])
         walls.append(own["wall"] / kinds["processes"]["wall"])
         cells = [f"{name}@{own['commit']}", ", ".join(f"{n} {o}" for o, n in own["counts"].items())]
-        cells += [str(tests - len(kinds[k]["differ"])) if k in kinds else "-" for k in KINDS[1:]]
+        cells += [str(tests - len(differ))]
         for what in ("processor", "wall"):
-            cells += [" / ".join(f"{kinds[k][what]:.0f}" if k in kinds else "-" for k in KINDS)]
+            cells += [" / ".join(f"{kinds[k][what]:.0f}" for k in KINDS)]
         table.append(row(*cells, "> " * own["hung"] + short(ratios[-1])))
     found = ["", "## Suites of other projects", "", *_WORDS]
-    found += head("suite", "own", *KINDS[1:], "processor, s", "wall, s", "times less")
-    sums = ", ".join(f"{same[kind]} of {all_[kind]} in {kind}" for kind in all_ if kind != "own")
+    found += head("suite", "own", "same in worlds", "processor, s", "wall, s", "times less")
     spans = [
         f"{short(min(of))} to {short(max(of))}, median {short(statistics.median(of))}"
         for of in (ratios, walls)
     ]
-    sums = f"The same outcomes: {sums}; {skipped} are skipped tests."
+    sums = f"The same outcomes: {same} of {all_}; {skipped} are skipped tests."
     less = f"Times less: {spans[0]}; by the clock {spans[1]}."
     return [*found, *table, "", sums, less, "", *notes]
 

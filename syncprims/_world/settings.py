@@ -99,7 +99,8 @@ _VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {
 _OURS = (
     {name for name, _ in _VARIABLES.values()}
     | {*LAUNCHERS[0].variables}
-    | {f"{_PREFIX}{name}" for name in ("BACKEND", "LAUNCHER", "RESTART", "RUN_ID", "SERVE_TORCH")}
+    | {f"{_PREFIX}{name}" for name in ("BACKEND", "LAUNCHER", "RESTART", "RUN_ID")}
+    | {f"{_PREFIX}SERVE_TORCH", f"{_PREFIX}SUITE"}
 )
 
 

@@ -29,7 +29,9 @@ def join_group_world(store: object, rank: int, world_size: int) -> tuple[Running
     world, started = runtime.find_world(), False
     if world is None:
         started = True
-        world = runtime.get_world() if runtime.names_backend() else _start(store, rank, world_size)
+        world = (
+            runtime.get_world() if runtime.names_backend() else start_world(store, rank, world_size)
+        )
     if (world.rank, world.world_size) != (rank, world_size):
         if started:
             runtime.leave_group_world(world)
@@ -66,7 +68,7 @@ def make_variables(store: Any, rank: int, world_size: int) -> dict[str, str]:
     }
 
 
-def _start(store: object, rank: int, world_size: int) -> RunningWorld:
+def start_world(store: object, rank: int, world_size: int) -> RunningWorld:
     """Start a world of the ranks that share `store`: at its server, if it has one."""
     variables = make_variables(store, rank, world_size)
     server = find_backing_store(store)

@@ -15,9 +15,10 @@ import itertools
 import os
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -25,6 +26,7 @@ from torch._C import _distributed_c10d
 from torch.futures import Future
 from torch.utils import _python_dispatch
 
+import _syncprims_c10d
 from syncprims._world.runtime import find_world
 from syncprims.errors import BackendUnavailable, SyncError
 
@@ -52,13 +54,15 @@ _FRAMEWORKS = (
     "ignite", "torchmetrics", "deepspeed", "trl",
 )  # fmt: skip
 #: Frames of these stand between the user's line and a collective: torch, the frameworks that are
-#: installed beside it, what marks functions of torch as deprecated, and what torch compiles to
+#: installed beside it, what marks functions of torch as deprecated, our part that torch loads at
+#: its import, and what torch compiles to
 #: (modules of `torch._inductor`, wherever their files are), whose names differ between ranks.
 BETWEEN = (
     *(f"{_PACKAGES / name}{os.sep}" for name in _FRAMEWORKS),
     str(_PACKAGES / "typing_extensions.py"),
     str(_STANDARD / "warnings.py"),
     str(_STANDARD / "_py_warnings.py"),
+    _syncprims_c10d.__file__,
     "<eval_with_key>",
     "torch._inductor.",
 )
@@ -410,10 +414,31 @@ def replaced(*attributes: tuple[Any, str, Any]) -> contextlib.AbstractContextMan
     return replace()
 
 
+class Opening(NamedTuple):
+    """A process group that torch is about to make."""
+
+    name: str
+    size: int
+    rank: int  #: of this process in it
+    ranks: list[int]  #: its members; empty: the default group
+    backend: str  #: that the program has named
+    timeout: timedelta
+
+
 def serve_every_backend() -> contextlib.AbstractContextManager[None]:
     """Return a context in which every process group of this process, for any backend, is ours.
 
     ``torch.distributed.get_backend`` returns the name that the program asked for.
+    """
+    return serve_groups(lambda opening, ours, torchs: ours())
+
+
+def serve_groups(
+    open_group: Callable[[Opening, Callable[[], Any], Callable[[], Any]], Any],
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which ``open_group(opening, ours, torchs)`` decides whose each group is.
+
+    It returns what one of the last two returns.
 
     `_new_process_group_helper` makes all groups (1.8 and newer), and `_world` has their tables
     (2.1 and newer), in which the group keeps the backend that the program has named.
@@ -421,23 +446,27 @@ def serve_every_backend() -> contextlib.AbstractContextManager[None]:
     module = c10d()
     original = _find(module, "_new_process_group_helper")
     _find(module, "_world")
+    # A build without NCCL has no timeout of NCCL, and would warn a program that asks for NCCL.
+    of_nccl = module.default_pg_nccl_timeout or module.default_pg_timeout
 
     def make(
         size: Any, rank: Any, ranks: Any, backend: Any, store: Any, name: Any, *args: Any, **kw: Any
     ) -> Any:
-        kw.pop("device_id", None)  # it would connect devices
-        asked = str(backend)
-        asked = "gloo" if asked in ("undefined", "None") else asked
-        group, prefixed = original(size, rank, ranks, NAME, store, name, *args, **kw)
-        tables = module._world
-        if group in tables.pg_map:
-            group.served_as = asked
-            tables.pg_map[group] = dist.Backend(asked), prefixed
-            tables.pg_backend_config[group] = str(module.BackendConfig(asked))
-        return group, prefixed
+        def make_ours() -> Any:
+            kw.pop("device_id", None)  # it would connect devices
+            asked = "gloo" if str(backend) in ("undefined", "None") else str(backend)
+            group, prefixed = original(size, rank, ranks, NAME, store, name, *args, **kw)
+            tables = module._world
+            if group in tables.pg_map:
+                group.served_as = asked
+                tables.pg_map[group] = dist.Backend(asked), prefixed
+                tables.pg_backend_config[group] = str(module.BackendConfig(asked))
+            return group, prefixed
 
-    # A build without NCCL has no timeout of NCCL, and would warn a program that asks for NCCL.
-    of_nccl = module.default_pg_nccl_timeout or module.default_pg_timeout
+        opening = Opening(str(name), size, rank, [*ranks], str(backend), kw["timeout"])
+        torchs = functools.partial(original, size, rank, ranks, backend, store, name, *args, **kw)
+        return open_group(opening, make_ours, torchs)
+
     return replaced(
         (module, "_new_process_group_helper", make), (module, "default_pg_nccl_timeout", of_nccl)
     )
@@ -485,22 +514,6 @@ def replaced_init_barrier(
 def is_rendezvous_replaced() -> bool:
     """Return whether this runs within such a block."""
     return bool(c10d().rendezvous.__module__ == __name__)
-
-
-def before_new_group(
-    check: Callable[[str, list[int]], None],
-) -> contextlib.AbstractContextManager[None]:
-    """Return a context with ``check(name, ranks)`` before each group is made.
-
-    `ranks` is empty for the default group (`_new_process_group_helper`, 1.8 and newer).
-    """
-    original = _find(c10d(), "_new_process_group_helper")
-
-    def make(size: int, rank: int, ranks: Iterable[int], *rest: Any, **kw: Any) -> Any:
-        check(str(rest[2]), [*ranks])  # a name, behind the backend and the store
-        return original(size, rank, ranks, *rest, **kw)
-
-    return replaced((c10d(), "_new_process_group_helper", make))
 
 
 # -- ranks that are threads ------------------------------------------------------------------------

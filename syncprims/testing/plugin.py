@@ -6,7 +6,6 @@ numpy.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast
@@ -27,14 +26,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SEED",
         help="the schedule of worlds of threads, as a failure's report prints it",
     )
-    for value in ("", "=threads", "=processes"):
-        group.addoption(  # no optional value: that would be the path that follows
-            f"--syncprims-worlds{value}",
-            action="store_const",
-            const=value[1:] or "processes",
-            help="run the ranks of a suite's own launchers in worlds (of processes, if not said)",
-            dest="syncprims_worlds",
-        )
+    group.addoption(
+        "--syncprims-worlds",
+        action="store_true",
+        help="serve the process groups of a suite's own launchers by worlds of processes",
+    )
     group.addoption(
         "--syncprims-worlds-ranks",
         type=int,
@@ -67,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(world_mark)
     if ranks is not None:
         config.pluginmanager.register(TorchrunItems(ranks))
-    if config.getoption("syncprims_worlds") is not None:
+    if config.getoption("syncprims_worlds"):
         config.pluginmanager.register(_Suites(config))
 
 
@@ -76,35 +72,24 @@ class _Suites:
 
     def __init__(self, config: pytest.Config) -> None:
         self._serves = False
-        filters = [*warnings.filters]  # of pytest: torch adds its own
         try:
-            # These import torch.
-            if config.getoption("syncprims_worlds") == "threads":
-                from .torch_worlds.suites import SuiteThreads
-
-                self._suites: Any = SuiteThreads()
-            else:
-                from .torch_worlds.suite_processes import SuiteProcesses
-
-                self._suites = SuiteProcesses(filters)
+            from .torch_worlds.suite_processes import SuiteProcesses  # imports torch
         except ImportError as error:
             raise pytest.UsageError(f"--syncprims-worlds needs torch: {error}") from None
+        self._suites: Any = SuiteProcesses()
         config.add_cleanup(self._suites.close)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Serve the suite, which has imported what it uses.
-
-        Here, since pytest records warnings until the end of the collection.
-        """
+        """Note what the suite has imported."""
         self._serves = not session.config.pluginmanager.hasplugin("dsession")  # of pytest-xdist
         if self._serves:
             self._suites.start()
         return (yield)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say how many launches of a suite ran in worlds, and why others did not."""
+        """Say how many process groups of a suite were worlds, and why others were not."""
         if self._serves:
-            terminalreporter.section("launches in worlds of syncprims")
+            terminalreporter.section("process groups in worlds of syncprims")
             for line in self._suites.report():
                 terminalreporter.line(line)

@@ -26,10 +26,10 @@ from syncprims._protocol.call_site import NoteCache
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims._system.host import free_port
 from syncprims._system.locks import locked
-from syncprims._world.runtime import find_world, get_world
+from syncprims._world.runtime import get_world
 from syncprims._world.world import RunningWorld
-from syncprims.c10d import serve_every_backend, torch_internals
-from syncprims.c10d.torch_internals import dist
+from syncprims.c10d import torch_internals
+from syncprims.c10d.torch_internals import Opening, dist, serve_groups
 from syncprims.interface import Awaited, Board, Label
 from syncprims.testing.faults import current_target
 from syncprims.testing.orders import Mode
@@ -267,22 +267,19 @@ class SameMembers:
         self._path = path
         self._default_groups: dict[int, int] = {}  # how many each rank has made
 
-    def __call__(self, name: str, ranks: list[int]) -> None:
-        """Compare.
+    def __call__(self, opening: Opening, ours: Callable[[], Any], _: object) -> Any:
+        """Compare, and return the group.
 
         :raises CollectiveMismatch: if another rank has made this group of other ranks.
         """
-        world = find_world()
-        if world is None:  # of a suite: this call makes it, or leaves the group to torch
-            return
-        number = self._default_groups.setdefault(world.rank, 0)
-        if not ranks:
-            self._default_groups[world.rank] = number + 1
-            return
+        if not opening.ranks:  # this may start the world
+            self._default_groups[opening.rank] = self._default_groups.get(opening.rank, 0) + 1
+            return ours()
+        world, ranks = get_world(), opening.ranks
         notes = NoteCache(torch_internals.BETWEEN)
         label = notes.note("new_group", f"of ranks {ranks}").label
         with _shared(self._path) as values:
-            place = ("members", number, name)
+            place = ("members", self._default_groups.get(world.rank, 0), opening.name)
             theirs, first = values.setdefault(place, (ranks, f"rank {world.rank}: {label}"))
         if theirs != ranks:
             raise errors.CollectiveMismatch(
@@ -292,6 +289,7 @@ class SameMembers:
                 rank=world.rank,
                 call=str(label),
             )
+        return ours()
 
 
 def meet_makers(call: str, ranks: Sequence[int] | None, timeout: float | None = None) -> None:
@@ -321,10 +319,9 @@ def _serve(store: Path, replicas: bool) -> Generator[None]:
     with (
         torch_internals.replaced_rendezvous(_Rendezvous(store)),
         torch_internals.replaced_init_barrier(meet_makers),
-        serve_every_backend(),
+        serve_groups(SameMembers(store)),
         changes_at_wait(),
         as_gloo(),
-        torch_internals.before_new_group(SameMembers(store)),
         comparison,
     ):
         yield
