@@ -332,7 +332,7 @@ class Board(ABC):
     virtual_time: bool = False
     waiting_since: float = 0.0
     #: Whether a test observes every round: then a barrier of one member is a round, too, and a wait
-    #: that cannot end is found soon, without a timeout. True of the class in a suite's process.
+    #: that cannot end is found soon, without a timeout.
     observed: bool = False
 
     # Ability: being read from outside; see :meth:`publish_wait`.

@@ -23,7 +23,7 @@ from syncprims import errors
 from syncprims._system.locks import is_free, lock, try_lock
 from syncprims._system.processes import ProcessIdentity, ProcessWatch
 from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
-from syncprims.interface import Board, State, Topic
+from syncprims.interface import State, Topic
 
 from .early_ends import find_early_end
 from .memory import (
@@ -57,7 +57,6 @@ _SPARE = 64  # entries for them
 _EMPTY, _ALIVE, _FINISHED, _FAILED = range(4)
 _STATES: dict[int, State] = {_ALIVE: "alive", _FINISHED: "finished", _FAILED: "failed"}
 _EXIT_GRACE = 5.0  # seconds to learn the exit code of a rank that published a normal end
-_EXIT_GRACE_IN_TEST = 0.3  # the same, in a suite's process
 #: Seconds for a process that has lost its lock to be gone: all it has left to do is to end, unless
 #: it runs another program.
 _DYING = 0.2
@@ -245,8 +244,7 @@ class Liveness:
     ) -> tuple[State, str, bytes]:
         """Distinguish a normal end from ``raise SystemExit(3)``, for which Python has no hook."""
         since = self._finished_at.setdefault(process, time.monotonic())
-        grace = _EXIT_GRACE_IN_TEST if Board.observed else _EXIT_GRACE
-        if watch is not None and not ended and time.monotonic() - since < grace:
+        if watch is not None and not ended and time.monotonic() - since < _EXIT_GRACE:
             return "alive", "", b""  # after that, it called shutdown() and does something else
         return _end_of(process, _await_exit_status(watch) if ended else None)
 

@@ -10,18 +10,12 @@ first of several notes (of a store) needs *any* of these ranks. A rank posts
 nothing while all its threads wait. So the largest set of ranks in which each wait lacks a note that
 only ranks of the set could post never continues. A rank with another thread that may make a call
 takes no part.
-
-A rank that waits for the next task of its launcher, as a worker of a pool, posts nothing before
-that. The launcher waits for the tasks that run. So such a rank counts as one that waits for the
-first note of any other. But the launcher may just be about to give it a task: a deadlock in which
-it takes part is certain only after a second.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -30,12 +24,10 @@ from syncprims import errors
 from syncprims.errors import CollectiveMismatch, SyncError, name_ranks, parse_ranks
 from syncprims.interface import Awaited, Backend, Board
 
-from .diagnosis import CURE_MISMATCH
 from .threads import threads_that_may_call
 
 DEADLOCK_SEARCH = 1.0  #: seconds of a wait after which boards are compared
 _SEARCH_IN_TEST = 0.03  # the same, in a test
-_IDLE_FOR = 1.0  # seconds without a task after which none is about to come
 #: Bytes of a verdict that is published for others, in a statement of 4 KB at most.
 _LONGEST_VERDICT = 2500
 _CLOSED = "", "", int  # what is known of a board that another thread has closed
@@ -48,7 +40,6 @@ class Wait(NamedTuple):
     group: str  #: whose round it waits for, as messages show it
     missing: Collection[int]  #: ranks that have not posted
     any: bool = False  #: a note of any of them ends the wait, and not only those of all
-    idle: bool = False  #: it waits for its launcher, which waits for them
 
     def __str__(self) -> str:
         return f"{self.call} in group {self.group}" if self.group else self.call
@@ -104,11 +95,9 @@ def deadlock_error(waits: Mapping[int, Sequence[Wait]], rank: int) -> Collective
         f"  rank {waiting}: " + ", and another thread: ".join(map(str, threads))
         for waiting, threads in waits.items()
     )
-    idle = any(wait.idle for threads in waits.values() for wait in threads)
-    why = "for one that has nothing to do" if idle else "for each other in different groups"
-    cure = "Every rank must make the calls of different groups in the same order."
     return CollectiveMismatch(
-        f"ranks wait {why}, and none can go on:\n{lines}\n{CURE_MISMATCH if idle else cure}",
+        f"ranks wait for each other in different groups, and none can go on:\n{lines}\n"
+        f"Every rank must make the calls of different groups in the same order.",
         rank=rank,
         call=waits[rank][0].call,
         missing=sorted(waits),
@@ -129,7 +118,6 @@ class DeadlockDetector:
         self._looks = 0  # for the first of several notes, in vain
         self._published = b""
         self._suspected: dict[int, dict[str, Any]] = {}  # statements of ranks that seem stuck
-        self._suspected_since = 0.0
         self._suspected_looks: dict[int, int] = {}  # of those that wait for any note
 
     def add(self, board: Board, promised: Callable[[], int] = int) -> None:
@@ -177,13 +165,6 @@ class DeadlockDetector:
                 board.abort(errors.dump(error))
         return error is not None
 
-    def begin_idle(self) -> None:
-        """Publish that this thread waits for its launcher, until :meth:`end_wait`."""
-        me = self._backend.topology.rank
-        others = errors.format_ranks(r for r in range(len(self._backend.members)) if r != me)
-        call = "no call: its launcher has given it no task since its last one"
-        self._search({"call": call, "at": [me, self._ended], "any": others, "idle": True}, ())
-
     def _search(self, wait: dict[str, Any], awaited: Collection[int]) -> SyncError | None:
         me = self._backend.topology.rank
         if self.holds_verdict:
@@ -199,7 +180,7 @@ class DeadlockDetector:
             "waits": mine,
             "posted": {group: b.posted + promised() for b, (group, _, promised) in boards.items()},
         }
-        if any("any" in thread and "idle" not in thread for thread in mine):
+        if any("any" in thread for thread in mine):
             statement["looks"] = self._looks
         self._publish(statement)
         if not any(map(self._read, awaited)):  # none of them waits
@@ -230,18 +211,14 @@ class DeadlockDetector:
         second look. A rank that waits for any note may not have seen one that was there already.
         But its next look but one has begun after all these statements were published.
         """
-        now = time.monotonic()
         looks = {
             rank: statement.pop("looks")
             for rank, statement in statements.items()
             if "looks" in statement
         }
         if statements != self._suspected:
-            self._suspected, self._suspected_since = statements, now
+            self._suspected = statements
             self._suspected_looks = {rank: self._read(rank).get("looks", 0) for rank in looks}
-            return False
-        idle = any("idle" in wait for one in statements.values() for wait in one["waits"])
-        if idle and now < self._suspected_since + _IDLE_FOR:
             return False
         return all(count >= self._suspected_looks[rank] + 2 for rank, count in looks.items())
 
@@ -289,9 +266,8 @@ def _waits_in(rank: int, statement_of: Callable[[int], dict[str, Any]]) -> list[
     waits: list[Wait] = []
     for wait in statement_of(rank).get("waits", ()):
         if "any" in wait:
-            ranks, idle = parse_ranks(wait["any"]), "idle" in wait
-            group = "" if idle else name_ranks(ranks)
-            waits.append(Wait(wait["call"], group, ranks, any=True, idle=idle))
+            ranks = parse_ranks(wait["any"])
+            waits.append(Wait(wait["call"], name_ranks(ranks), ranks, any=True))
             continue
         group, number = wait["at"]
         missing = [

@@ -19,7 +19,7 @@ from syncprims._protocol.rounds import RoundSequence
 from syncprims._world.runtime import find_world, leave_group_world
 from syncprims._world.world import RunningWorld
 from syncprims.errors import RankMismatch, SyncError, WorldClosed, name_ranks
-from syncprims.interface import Board, Mark, Note
+from syncprims.interface import Mark, Note
 
 from . import torch_internals as internals
 from .group_world import join_group_world
@@ -239,13 +239,11 @@ class SyncProcessGroup(ProcessGroup):
         """Return a timeout of torch in seconds; None if it says nothing.
 
         The user's setting replaces the defaults of torch. In the world of a test these say nothing,
-        as waits that can never end are found without them. In a suite's process they do: a rank may
-        wait for one that waits for its launcher.
+        as waits that can never end are found without them.
         """
         seconds, rounds = timeout.total_seconds(), self._rounds
         if seconds > 0 and timeout in internals.default_timeouts():
-            certain = rounds.board.observed and not Board.observed
-            return rounds.settings.timeout or (None if certain else seconds)
+            return rounds.settings.timeout or (None if rounds.board.observed else seconds)
         return seconds if seconds > 0 else None
 
     def _limit(self, timeout: timedelta | None) -> float | None:
