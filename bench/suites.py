@@ -115,8 +115,8 @@ _WORDS = [
     f"Up to {_TESTS} tests of each suite, evenly chosen: processor and wall time of pytest with",
     "its processes and imports. *Times less* is of processor time, in processes; `>` where the",
     "launcher reached the limit of time, so that only tests that had ended are compared.",
-    "`bench/suites.py` says which files. Processes that DeepSpeed's launcher does not wait for are",
-    "not in its processor time.",
+    "`bench/suites.py` says which files. Own launchers ran alone. Worlds ran later, beside other",
+    "work of the machine: their wall times are too long.",
 ]
 
 
