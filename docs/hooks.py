@@ -23,8 +23,12 @@ DOCS = ROOT / "docs"
 
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash"}
+_DIRECTIVE = re.compile(r"^(::: .+)\n(?!    )", re.M)  # without options
 _ROLE = re.compile(r":(?:class|func|meth|attr|data|mod):(<code>)~?")
 _PICTURES = (".svg", ".png")
+#: Sections of the reference whose classes are shown without the arguments of their common parent.
+_ERRORS = re.compile(r"^## (?:Errors|How a world can fail)\n.*?(?=^## |\Z)", re.M | re.S)
+_BARE = "    options: { members: false, merge_init_into_class: false, show_signature: false }"
 #: At the top of a listing: the search shows it after the pages that explain the same.
 _BEHIND_PAGES = "---\nsearch: { boost: 0.05 }\n---\n\n"
 
@@ -49,7 +53,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Change links to files outside docs/ into links to their generated pages."""
+    """Change links to files outside docs/ into links to their generated pages.
+
+    Errors of the reference that have no options get those of all errors.
+    """
+    if page.file.src_uri.startswith("reference/"):
+        markdown = _ERRORS.sub(lambda found: _DIRECTIVE.sub(rf"\1\n{_BARE}\n", found[0]), markdown)
     source = page.file.src_uri
     here = (
         ROOT / source.removeprefix("source/").removesuffix(".md")
