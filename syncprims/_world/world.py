@@ -198,6 +198,11 @@ class World:
 class RunningWorld(World):
     """A world with what the rest of the library needs of it."""
 
+    topology: Topology
+    timeout: float | None
+    epoch: int
+    group: Group
+
     def __init__(
         self,
         backend: Backend,

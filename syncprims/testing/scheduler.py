@@ -219,8 +219,8 @@ class _Turn:
         self.until: float = math.inf
         self.done = False
         self.substitute: int | None = None  #: the thread that makes a call in place of the own one
-        self.patience = _PATIENCE
-        self.depth = 0  #: above 0 inside of boards
+        self.patience: float = _PATIENCE
+        self.depth: int = 0  #: above 0 inside of boards
 
     @property
     def halted(self) -> bool:
