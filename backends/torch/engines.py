@@ -31,6 +31,7 @@ from syncprims._system.host import list_descriptors
 from syncprims.interface import DeviceEngine, Engine, Topology
 
 from .decisions import Store
+from .private_names import NAMES
 from .store import StoreEndpoint
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
@@ -178,17 +179,18 @@ class GlooEngine(Engine):
         """
         store = dist.PrefixStore(self.prefix, self.endpoint.connect())
         make = dist.ProcessGroupGloo
-        options = make._Options()
+        options = NAMES["ProcessGroupGloo._Options"]()
         address = _own_address(self.endpoint.host)
         if self.interfaces:
             names = self.interfaces.split(",")
-            options._devices = [make.create_device(interface=name) for name in names]
+            devices = [make.create_device(interface=name) for name in names]
         else:
-            options._devices = [make.create_device(hostname=address)]
-        options._timeout = _CONNECT
+            devices = [make.create_device(hostname=address)]
+        NAMES.set(options, "ProcessGroupGloo._Options._devices", devices)
+        NAMES.set(options, "ProcessGroupGloo._Options._timeout", _CONNECT)
         self._links = Links(store, self.index, self.hosts, address, self.limit)
         group = make(store, self.index, len(self.hosts), options)
-        group._set_default_timeout(_LONG)
+        NAMES.of(group, "ProcessGroupGloo._set_default_timeout")(_LONG)
         return group
 
 
@@ -325,7 +327,7 @@ class DefaultGroup:
         if _pin_gloo_groups():
             dist.destroy_process_group()
         else:  # NCCL's call, for which torch has no public name
-            dist.distributed_c10d._abort_process_group()
+            NAMES["_abort_process_group"]()
 
     def abandon(self) -> None:
         """Leave the group to the parent, in a forked child: Gloo's threads are not there to end."""
@@ -347,8 +349,11 @@ def _open_sockets() -> set[tuple[int, int]]:
 def _pin_gloo_groups() -> bool:
     """Keep all Gloo groups until the process ends; return whether all groups are Gloo's."""
     # Torch has no public name for either, and the program may have made groups of its own.
-    groups = dist.distributed_c10d._world.pg_map
-    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    backends = [
+        NAMES.of(group, "ProcessGroup._get_backend")(device)
+        for group in NAMES["_world"].pg_map
+        for device in NAMES.of(group, "ProcessGroup._device_types")
+    ]
     wrapped = [getattr(backend, "wrapped_pg", backend) for backend in backends]  # to debug torch
     gloo = [one for one in wrapped if isinstance(one, dist.ProcessGroupGloo)]
     for backend in gloo:

@@ -28,6 +28,7 @@ from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Settings, Topology
 
 from .decisions import Store
+from .private_names import NAMES
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 T = TypeVar("T")
@@ -339,7 +340,7 @@ def find_run_id(topology: Topology) -> str | None:
 def _get_default_store() -> tuple[Any, Any]:
     """Return the store of the default group, and the one below its prefixes."""
     # Torch has no public name for it, and the ranks must meet where they have met before.
-    store = dist.distributed_c10d._get_default_store()
+    store = NAMES["_get_default_store"]()
     inner: Any = store
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store

@@ -26,6 +26,8 @@ from typing import Any, NoReturn
 from syncprims._protocol.call_site import users_part
 from syncprims.errors import TORN, Failure, SyncError
 
+from .private_names import NAMES
+
 _LOOK_AGAIN = 0.2  # seconds
 
 
@@ -71,8 +73,8 @@ def _what_keeps() -> str:
     if module not in ("threading", "multiprocessing.util", __name__):
         path = code.co_filename.rpartition("/")[2]
         return f"it is in atexit {code.co_qualname} ({path}:{code.co_firstlineno})"
-    children = getattr(sys.modules.get("multiprocessing.process"), "_children", ())
-    if pids := sorted(child.pid for child in children if not child.daemon):
+    children = NAMES["_children"] if "multiprocessing.process" in sys.modules else None
+    if pids := sorted(child.pid for child in children or () if not child.daemon):
         return f"it waits for process {', '.join(map(str, pids))}"
     return "it waits until its Queue has been read" if module == "multiprocessing.util" else ""
 
@@ -129,9 +131,8 @@ class ExitHooks:
             note = functools.partial(self._note_failed_thread, threading.excepthook)
             threading.excepthook = note
             # Python calls this first. What is registered with it may wait, as executors do.
-            with contextlib.suppress(AttributeError):
-                shutdown = functools.partial(self._after_script, threading._shutdown)  # type: ignore[attr-defined]
-                threading._shutdown = shutdown  # type: ignore[attr-defined]
+            if shutdown := NAMES["_shutdown"]:
+                NAMES.set(threading, "_shutdown", functools.partial(self._after_script, shutdown))
             process = sys.modules.get("multiprocessing.process")
             if process is not None and process.parent_process() is not None:
                 self._watch_child_of_multiprocessing()
@@ -235,14 +236,15 @@ class ExitHooks:
         from multiprocessing.util import Finalize
 
         Finalize(None, self._exit, exitpriority=100)
-        if sys.version_info < (3, 13):
+        bootstrap = NAMES["BaseProcess._bootstrap"]
+        if sys.version_info < (3, 13) or bootstrap is None:
             return
         import traceback
 
         print_exc = traceback.print_exc
 
         def print_exc_and_end(*args: object, **kwargs: object) -> None:
-            if sys._getframe(1).f_code.co_name == "_bootstrap":  # pyright: ignore[reportPrivateUsage]
+            if sys._getframe(1).f_code is bootstrap.__code__:  # pyright: ignore[reportPrivateUsage]
                 self._exit()
             print_exc(*args, **kwargs)
 

@@ -24,6 +24,7 @@ from syncprims.interface import Mark, Note
 from . import torch_internals as internals
 from .group_world import join_group_world
 from .point_to_point import PointToPoint
+from .private_names import NAMES
 from .tensors import OutputTensors, describe, items_of, nothing
 from .torch_internals import BETWEEN, NAME, ProcessGroup, finished_work, make_backend_error
 
@@ -94,7 +95,7 @@ def _recorded(title: str, shown: int = 0) -> Callable[[M], M]:
                     name = method.__name__ + ("_coalesced" if several else "")
                     plain = functools.partial(call, self)
                     return internals.call_by_dispatcher(self, name, args, named, plain)
-                if not internals.is_profiling():
+                if not NAMES["_profiler_enabled"]():
                     return method(self, *args, **named)
                 with internals.recorded(
                     f"{self.served_as}:{title}", internals.flattened(args[shown : shown + 1])

@@ -1,16 +1,14 @@
-"""All names of torch that this package uses and that are not public.
+"""What this package does by names of torch that are not public, or not documented.
 
-Each name has its reason and the versions it was tried with. A torch that lacks one raises
-`BackendUnavailable` when a process group is made, and nothing else of this library is affected.
-
-Tried with torch 2.6, 2.13 and 2.15.
+A torch that lacks one raises `BackendUnavailable` when a process group is made, or where the name
+is used; nothing else of this library is affected.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
+import importlib
 import itertools
 import os
 import threading
@@ -22,15 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed
-from torch._C import _distributed_c10d
 from torch.futures import Future
-from torch.utils import _python_dispatch
 
 import _syncprims_c10d
 from syncprims._world.runtime import find_world
-from syncprims.errors import BackendUnavailable, SyncError
+from syncprims.errors import SyncError
 
-_internals: Any = cast("Any", torch)._C
+from .private_names import NAMES
+
 dist: Any = torch.distributed  # its types leave out what its documentation names
 if TYPE_CHECKING:
 
@@ -79,24 +76,9 @@ _OLD_NAMES = {
 }
 
 
-#: Whether a profiler of torch records now (1.0 and newer).
-is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-
-
-def _find(module: Any, name: str) -> Any:
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        raise BackendUnavailable(
-            f"torch {torch.__version__} has no {module.__name__}.{name}, which the c10d backend "
-            f"{NAME!r} needs: use a version that docs/concepts/c10d.md names. The rest of "
-            f"syncprims works"
-        ) from None
-
-
 def c10d() -> Any:
     """Return the module that holds torch's registry of process groups."""
-    return _find(dist, "distributed_c10d")
+    return dist.distributed_c10d
 
 
 def adapt_torch(cls: type[Any]) -> None:
@@ -115,13 +97,10 @@ def adapt_torch(cls: type[Any]) -> None:
 def _keep_pickling_errors(cls: type[Any]) -> None:
     """Let the first collective of a call whose object cannot be pickled tell the other ranks why.
 
-    `_object_to_tensor` would raise before it (2.1 and newer): the other ranks would meet the next
-    call of this one. A send meets the next send of this rank in any case.
+    `_object_to_tensor` would raise before it: the other ranks would meet the next call of this one.
+    A send meets the next send of this rank in any case.
     """
-    module = c10d()
-    original = getattr(module, "_object_to_tensor", None)
-    if original is None:
-        return
+    original = NAMES["_object_to_tensor"]
 
     def convert(obj: object, device: object, group: Any = None) -> Any:
         try:
@@ -133,7 +112,7 @@ def _keep_pickling_errors(cls: type[Any]) -> None:
             served.pickling_error = error
             return torch.empty(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
 
-    module._object_to_tensor = convert
+    NAMES.set(c10d(), "_object_to_tensor", convert)
 
 
 def _accept_timeouts() -> None:
@@ -156,8 +135,7 @@ def _accept_timeouts() -> None:
 
 def _call_instead(name: str, cls: type[Any], ours: Callable[[Any], None]) -> None:
     """Call `ours` for groups of `cls`, where torch has a function `name` of a group."""
-    module = c10d()
-    original = getattr(module, name, None)
+    original = NAMES[name]
     if original is None:
         return
 
@@ -167,7 +145,7 @@ def _call_instead(name: str, cls: type[Any], ours: Callable[[Any], None]) -> Non
         else:
             original(group, *args)
 
-    setattr(module, name, call)
+    NAMES.set(c10d(), name, call)
 
 
 def with_old_names(cls: C) -> C:
@@ -180,12 +158,11 @@ def with_old_names(cls: C) -> C:
 def finished_work(result: object = None) -> Any:
     """Return the handle of a call that is over, with its future.
 
-    `_create_work_from_future`: the only `Work` that torch's C++ code takes over with its result
-    (2.0 and newer).
+    It is the only `Work` that torch's C++ code takes over with its result.
     """
     future: Future[Any] = Future()
     future.set_result(result)
-    return _find(_distributed_c10d, "_create_work_from_future")(future)
+    return NAMES["_create_work_from_future"](future)
 
 
 @functools.cache
@@ -220,19 +197,19 @@ def is_called_by(function: str) -> bool:
 
 
 def needs_dispatcher(args: Sequence[Any]) -> bool:
-    """Return whether a mode of torch's dispatcher, or a subclass among tensors, has to see a call.
+    """Return whether a mode of torch's dispatcher, or a subclass of tensors, has to see a call."""
+    return bool(NAMES["_len_torch_dispatch_stack"]()) or _has_subclass(args)
 
-    (`_len_torch_dispatch_stack`, 2.0 and newer.)
-    """
-    return bool(_internals._len_torch_dispatch_stack()) or _has_subclass(args)
+
+_PLAIN = cast("Any", torch.Tensor).__torch_dispatch__
 
 
 def _has_subclass(tensors: Sequence[Any]) -> bool:
     """Return whether the dispatcher calls Python for one of the tensors of a list of lists.
 
-    (`_disabled_torch_dispatch_impl`, 2.0 and newer. Every call comes here, so nothing is copied.)
+    Every call comes here, so nothing is copied.
     """
-    plain = _internals._disabled_torch_dispatch_impl
+    plain = _PLAIN
     for one in tensors:
         kind = type(one)
         if kind is list or kind is tuple:
@@ -253,7 +230,7 @@ def flattened(tensors: object) -> list[Any]:
     return [tensor for part in tensors for tensor in flattened(part)]
 
 
-_Mode: Any = _python_dispatch.TorchDispatchMode  # it has no types
+_Mode: Any = NAMES["TorchDispatchMode"]
 
 
 class _PlainCall(_Mode):  # type: ignore[misc]
@@ -267,10 +244,8 @@ class _PlainCall(_Mode):  # type: ignore[misc]
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        from torch._subclasses.fake_tensor import FakeTensor
-
         tensors = [*itertools.takewhile(lambda one: isinstance(one, torch.Tensor | list), args)]
-        fake = any(isinstance(one, FakeTensor) for one in flattened(tensors))
+        fake = any(isinstance(one, NAMES["FakeTensor"]) for one in flattened(tensors))
         if _has_subclass(tensors) and not fake:
             return NotImplemented
         shown = func(*args, **(kwargs or {}))  # to the other modes
@@ -286,16 +261,15 @@ def call_by_dispatcher(
     """Show a call to modes and subclasses of tensors, as far as they pass it on to ``call``.
 
     A process group in Python is called past the dispatcher. So the method `name` is called first of
-    a group in C++ that transfers nothing (`FakeProcessGroup`, 2.1 and newer). Its operation has the
-    tensors first: those of the program, of a fake, or those that a subclass stands for.
+    a group in C++ that transfers nothing. Its operation has the tensors first: those of the
+    program, of a fake, or those that a subclass stands for.
     """
-    fake = _find(_distributed_c10d, "FakeProcessGroup")
-    make = getattr(fake, "_create_internal", fake)  # in older versions, the class itself
+    make = NAMES["FakeProcessGroup._create_internal"] or NAMES["FakeProcessGroup"]
     place = group.rank(), group.size()
     double, kind = dist.ProcessGroup(*place), dist.ProcessGroup.BackendType.CUSTOM
     for device in _DEVICES:
-        double._register_backend(torch.device(device), kind, make(*place))
-    double._set_default_backend(kind)
+        NAMES["ProcessGroup._register_backend"](double, torch.device(device), kind, make(*place))
+    NAMES["ProcessGroup._set_default_backend"](double, kind)
     method = getattr(double, name, None) or getattr(double, _OLD_NAMES[name])
     with _PlainCall(lambda *tensors: call(*tensors, *args[len(tensors) :], **named)) as plain:
         work = method(*args, **named)
@@ -303,10 +277,9 @@ def call_by_dispatcher(
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which no mode is active (`_disable_current_modes`, 2.0 and newer)."""
-    disable: Callable[[], contextlib.AbstractContextManager[Any]]
-    disable = _find(_python_dispatch, "_disable_current_modes")
-    return disable()
+    """Return a context in which no mode is active."""
+    context: contextlib.AbstractContextManager[Any] = NAMES["_disable_current_modes"]()
+    return context
 
 
 @functools.cache
@@ -338,11 +311,11 @@ def keep_from_compiler(method: M) -> M:
     which takes a second. `set_code_exec_strategy` (2.13) marks the code with all that it calls.
     `skip_code` (2.6) marks its own frame only: there, no compiler is set for the frames below it.
     """
-    frames = _internals._dynamo.eval_frame
+    frames = importlib.import_module("torch._C._dynamo.eval_frame")
     if hasattr(frames, "set_code_exec_strategy"):
-        skip = frames._FrameAction.SKIP
+        skip = NAMES["_FrameAction"].SKIP
         code = cast("Any", method).__code__
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+        frames.set_code_exec_strategy(code, NAMES["_FrameExecStrategy"](skip, skip))
         return method
 
     @functools.wraps(method)
@@ -362,15 +335,13 @@ def keep_from_compiler(method: M) -> M:
 def recorded(title: str, tensors: Sequence[torch.Tensor]) -> Generator[None]:
     """Record the block for a profiler of torch, with the shapes of `tensors`.
 
-    `_record_function_with_args_enter` (1.13 and newer) is the only function that records shapes.
-    As with torch's own backends, the event ends on another thread than it began. There it ends with
-    a future (`_call_end_callbacks_on_jit_fut`), whose callbacks see the profiler of this thread.
-    Without that, torch 2.6 loses the event.
+    No public function records shapes. As with torch's own backends, the event ends on another
+    thread than it began. There it ends with a future, whose callbacks see the profiler of this
+    thread. Without that, torch 2.6 loses the event.
     """
-    autograd: Any = torch.autograd
-    handle = autograd._record_function_with_args_enter(title, *tensors)
+    handle = NAMES["_record_function_with_args_enter"](title, *tensors)
     end: Future[None] = Future()
-    torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(handle, end)
+    NAMES["torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction"](handle, end)
     try:
         yield
     finally:
@@ -384,7 +355,7 @@ def default_timeouts() -> list[Any]:
 
     NCCL has one of its own, which is None in builds without it.
     """
-    return [_find(c10d(), f"default_pg_{of}timeout") for of in ("", "nccl_")]
+    return [NAMES["default_pg_timeout"], NAMES["default_pg_nccl_timeout"]]
 
 
 def find_backing_store(store: Any) -> Any:
@@ -395,11 +366,8 @@ def find_backing_store(store: Any) -> Any:
 
 
 def replaced(*attributes: tuple[Any, str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which these attributes, each of an owner and with a name, are replaced.
-
-    :raises BackendUnavailable: if an owner does not have one.
-    """
-    before = [(owner, name, _find(owner, name)) for owner, name, _ in attributes]
+    """Return a context in which attributes, each of an owner and with a name, are replaced."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in attributes]
 
     @contextlib.contextmanager
     def replace() -> Generator[None]:
@@ -440,14 +408,13 @@ def serve_groups(
 
     It returns what one of the last two returns.
 
-    `_new_process_group_helper` makes all groups (1.8 and newer), and `_world` has their tables
-    (2.1 and newer), in which the group keeps the backend that the program has named.
+    `_new_process_group_helper` makes all groups, and `_world` has their tables, in which the group
+    keeps the backend that the program has named.
     """
     module = c10d()
-    original = _find(module, "_new_process_group_helper")
-    _find(module, "_world")
+    original = NAMES["_new_process_group_helper"]
     # A build without NCCL has no timeout of NCCL, and would warn a program that asks for NCCL.
-    of_nccl = module.default_pg_nccl_timeout or module.default_pg_timeout
+    of_any, of_nccl = default_timeouts()
 
     def make(
         size: Any, rank: Any, ranks: Any, backend: Any, store: Any, name: Any, *args: Any, **kw: Any
@@ -456,7 +423,7 @@ def serve_groups(
             kw.pop("device_id", None)  # it would connect devices
             asked = "gloo" if str(backend) in ("undefined", "None") else str(backend)
             group, prefixed = original(size, rank, ranks, NAME, store, name, *args, **kw)
-            tables = module._world
+            tables = NAMES["_world"]
             if group in tables.pg_map:
                 group.served_as = asked
                 tables.pg_map[group] = dist.Backend(asked), prefixed
@@ -468,7 +435,8 @@ def serve_groups(
         return open_group(opening, make_ours, torchs)
 
     return replaced(
-        (module, "_new_process_group_helper", make), (module, "default_pg_nccl_timeout", of_nccl)
+        (module, "_new_process_group_helper", make),
+        (module, "default_pg_nccl_timeout", of_nccl or of_any),
     )
 
 
@@ -478,7 +446,7 @@ def replaced_rendezvous(
     """Return a context in which `init_process_group` finds its store, rank and size here.
 
     It calls ``rendezvous(url, rank, world_size)`` of its module, with -1 for what the program does
-    not say (2.0 and newer).
+    not say.
     """
 
     def meet(url: str, rank: int = -1, world_size: int = -1, **_: object) -> Iterator[Any]:
@@ -492,16 +460,16 @@ def replaced_init_barrier(
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context in which ``meet(call, ranks)`` meets those that make a group; None: all.
 
-    With ``TORCH_DIST_INIT_BARRIER=1``, `_store_based_barrier` does so (1.8 and newer). It asks the
-    store again and again until *real* time has passed. `call` is the call that makes the group.
+    With ``TORCH_DIST_INIT_BARRIER=1``, `_store_based_barrier` does so. It asks the store again and
+    again until *real* time has passed. `call` is the call that makes the group.
     """
-    of_torch = c10d()._store_based_barrier
+    of_torch = NAMES["_store_based_barrier"]
 
     def barrier(rank: int, store: object, name: str, count: int, *more: Any, **named: Any) -> None:
         if find_world() is None:  # the group is left to torch
             of_torch(rank, store, name, count, *more, **named)
             return
-        world = c10d()._world
+        world = NAMES["_world"]
         # None: this rank makes a group in which it is no member.
         group = next((made for made, known in world.pg_names.items() if known == name), None)
         call = "init_process_group" if group is world.default_pg else "new_group"
@@ -513,7 +481,7 @@ def replaced_init_barrier(
 
 def is_rendezvous_replaced() -> bool:
     """Return whether this runs within such a block."""
-    return bool(c10d().rendezvous.__module__ == __name__)
+    return bool(NAMES["rendezvous"].__module__ == __name__)
 
 
 # -- ranks that are threads ------------------------------------------------------------------------
@@ -523,53 +491,45 @@ def _nothing(rank: int) -> None:
     """Return what an attribute is in which a new process keeps nothing."""
 
 
-def _no_entries(rank: int) -> dict[Any, Any]:
-    return {}
-
-
 _C10D = "torch.distributed.distributed_c10d"
-_TABLES = (
-    "_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag"
-)  # fmt: skip
-_PLANS = ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata")
-_LOSS, _FSDP = "torch.distributed.tensor.parallel.loss", "torch.distributed.fsdp._debug_utils"
 #: What torch keeps for a process in attributes, and what a new process has there: the module, the
-#: name in it, and a function of the rank. In 2.6 only the plans of a planner are missing; what is
-#: missing is left out.
+#: name in it, and a function of the rank.
 PROCESS_ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
-    (_C10D, "_world", lambda rank: c10d()._World()),
-    *((_C10D, table, _no_entries) for table in _TABLES),
+    (_C10D, "_world", lambda rank: type(NAMES["_world"])()),
     (_C10D, "_group_count", lambda rank: 0),
     (_C10D, "_backend", _nothing),
     (_C10D, "_default_pg_init_method", _nothing),
     ("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", _nothing),
     ("torch.distributed.tensor._random", "_rng_tracker", _nothing),
     # `loss_parallel` changes it for the time of its block.
-    (_LOSS, "DTensor._op_dispatcher._custom_op_handlers", lambda rank: _handlers_without_loss()),
-    # The first FSDP notes there what it does at the moment, and refuses to do that twice.
-    (_FSDP, "SimpleProfiler.profiling", lambda rank: set[str]()),
-    (_FSDP, "SimpleProfiler.results", lambda rank: collections.defaultdict[str, float](float)),
-    # Plans that a save keeps for the next one, by the class of the planner.
-    *(
-        ("torch.distributed.checkpoint.planner", f"SavePlanner._cached_{kept}", _no_entries)
-        for kept in _PLANS
+    (
+        "torch.distributed.tensor.parallel.loss",
+        "DTensor._op_dispatcher._custom_op_handlers",
+        lambda rank: _handlers_without_loss(),
     ),
+)
+#: Modules and classes whose tables are those of a process, which are empty in a new one.
+PROCESS_TABLES: tuple[tuple[str, str], ...] = (
+    (_C10D, ""),
+    # The first FSDP notes there what it does at the moment, and refuses to do that twice.
+    ("torch.distributed.fsdp._debug_utils", "SimpleProfiler"),
+    # Plans that a save keeps for the next one, by the class of the planner.
+    ("torch.distributed.checkpoint.planner", "SavePlanner"),
 )
 
 
 def _handlers_without_loss() -> dict[Any, Any]:
     """Return how DTensor computes its special operations outside of `loss_parallel`."""
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss
 
-    tensor, added = cast("Any", DTensor), cast("Any", loss).customized_loss_ops
-    handlers: dict[Any, Any] = tensor._op_dispatcher._custom_op_handlers
+    added = cast("Any", loss).customized_loss_ops
+    handlers: dict[Any, Any] = NAMES["DTensor._op_dispatcher._custom_op_handlers"]
     return {op: handler for op, handler in handlers.items() if op not in added}
 
 
 def forget_group_names() -> None:
-    """Forget the names of all groups of this thread; torch keeps them in C++ (2.2 and newer)."""
-    _find(c10d(), "_unregister_all_process_groups")()
+    """Forget the names of all groups of this thread; torch keeps them in C++."""
+    NAMES["_unregister_all_process_groups"]()
 
 
 _isolating: list[object] = []  # a world may stand in a rank of another one
@@ -579,16 +539,17 @@ _isolating: list[object] = []  # a world may stand in a rank of another one
 def threads_as_processes() -> Generator[None]:
     """Within the block, torch keeps for each thread what it keeps in C++ for a process.
 
-    That is the registry in which functional collectives find their group by its name
-    (`_set_thread_isolation_mode`, 2.6 and newer). A profiler raises.
+    That is the registry in which functional collectives find their group by its name. A profiler
+    raises.
     """
-    isolate = _find(_distributed_c10d, "_set_thread_isolation_mode")
+    isolate = NAMES["_set_thread_isolation_mode"]
     profilers: Any = torch.autograd.profiler, torch.profiler
     _isolating.append(isolate)
     isolate(True)
     try:
         with replaced(
-            (profilers[0].profile, "_prepare_trace", _refuse_profiler),
+            (profilers[0].profile, "__enter__", _refuse_profiler),
+            (profilers[1].profile, "prepare_trace", _refuse_profiler),
             (profilers[1].ExecutionTraceObserver, "start", _refuse_profiler),
         ):
             yield

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from syncprims._system.host import count_processors
+from syncprims._system.upstream import installed_tables
 from syncprims._world.launchers import LAUNCHERS, explain, find_half_world
 from syncprims._world.registry import choose_backend
 from syncprims._world.settings import derive_store, find_misspelt, read_settings
@@ -83,6 +84,7 @@ def preview(environ: Mapping[str, str]) -> dict[str, Any]:
         "error": None,
         "variables": {name: environ.get(name) for name in dict.fromkeys(names)},
         "misspelt": find_misspelt(environ),
+        "missing_names": [line for table in installed_tables() for line in table.report()],
         "here": {
             "host": socket.gethostname(),
             "processors": str(count_processors()),
@@ -148,6 +150,12 @@ def report(world: Mapping[str, Any], environ: Mapping[str, str], style: Style) -
     if unknown := world["misspelt"]:
         lines += ["", style("yellow", "Set, but never read")]
         lines += table([(n, f"did you mean {m}?" if m else "") for n, m in unknown.items()])
+    if missing := world["missing_names"]:
+        lines += [
+            "",
+            style("yellow", "Private names that are missing"),
+            *(f"  {m}" for m in missing),
+        ]
     return [*lines, "", style("bold", "Here"), *table([*world["here"].items()])]
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
+from .private_names import NAMES
 from .rank_threads import Replacement
 
 _NONE = object()  # there is no such value
@@ -54,10 +55,10 @@ def undone_at_end(*, own_environ: bool) -> Generator[None]:
     """
     _patched.append({})
     _own_environ.append(own_environ)
-    mock = sys.modules.get("unittest.mock")
-    if mock is not None:  # what a rank has only started is not to be stopped later
-        _note(mock._patch, "_active_patches", False, mock._patch._active_patches)
-        mock._patch._active_patches = []
+    if "unittest.mock" in sys.modules:  # what a rank has only started is not to be stopped later
+        patch, active = NAMES["_patch"], NAMES["_patch._active_patches"]
+        _note(patch, "_active_patches", False, active)
+        NAMES.set(patch, "_patch._active_patches", [])
     with _noted():
         try:
             yield
@@ -92,9 +93,8 @@ def _note(owner: object, name: object, item: bool, before: object) -> None:
 
 def _find_functions() -> list[tuple[Any, str, Any]]:
     found: list[tuple[Any, str, Any]] = []
-    mock = sys.modules.get("unittest.mock")
-    if mock is not None:
-        enter, patch_dict = mock._patch.__enter__, mock._patch_dict._patch_dict
+    if "unittest.mock" in sys.modules:
+        enter, patch_dict = NAMES["_patch"].__enter__, NAMES["_patch_dict._patch_dict"]
 
         def enter_noted(patch: Any) -> Any:
             owner = patch.getter()
@@ -106,11 +106,12 @@ def _find_functions() -> list[tuple[Any, str, Any]]:
         def patch_noted(patch: Any) -> None:
             patch_dict(patch)
             # Not the others, which others may change meanwhile, as an import does in sys.modules.
-            for key in {**patch._original, **patch.values} if patch.clear else patch.values:
-                _note(patch.in_dict, key, True, patch._original.get(key, _NONE))
+            before = NAMES.of(patch, "_patch_dict._original")
+            for key in {**before, **patch.values} if patch.clear else patch.values:
+                _note(patch.in_dict, key, True, before.get(key, _NONE))
 
-        found += [(mock._patch, "__enter__", enter_noted)]
-        found += [(mock._patch_dict, "_patch_dict", patch_noted)]
+        found += [(NAMES["_patch"], "__enter__", enter_noted)]
+        found += [(NAMES["_patch_dict"], "_patch_dict", patch_noted)]
     pytests = sys.modules.get("_pytest.monkeypatch")
     if pytests is not None:
         found += [_noting(pytests, name) for name in ("setattr", "delattr", "setitem", "delitem")]
@@ -122,7 +123,7 @@ def _noting(module: Any, name: str) -> tuple[Any, str, Callable[..., None]]:
     missing = getattr(module, "notset", None) or module.NOTSET  # its name in older versions, or now
 
     def patch(monkeypatch: Any, *args: Any, **named: Any) -> None:
-        made = monkeypatch._setitem if item else monkeypatch._setattr
+        made = NAMES.of(monkeypatch, "MonkeyPatch._setitem" if item else "MonkeyPatch._setattr")
         count = len(made)
         function(monkeypatch, *args, **named)
         for owner, of, before in made[count:]:

@@ -27,7 +27,6 @@ from .gradient_sync import (
     gradient_sync,
 )
 from .precision import Precision, forget_gradients
-from .pytree import is_dtensor
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -543,10 +542,9 @@ class AccumulationWindow:
             if optimizer._window() is self:
                 rest = (p for p in parameters_of(optimizer) if p not in self._averager.parameters)
                 scaled |= dict.fromkeys(rest)
-        there = [p.grad for p in scaled if p.grad is not None]
-        for kind in True, False:
-            if same := [g for g in there if is_dtensor(g) == kind]:
-                torch._foreach_mul_(same, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        for p in scaled:
+            if p.grad is not None:
+                p.grad.mul_(factor)
 
     def close(self) -> bool:
         """Close the window early on all ranks: scale and average its gradients. Collective.

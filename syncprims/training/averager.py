@@ -19,9 +19,8 @@ from .gradient_sync import (
     gradient_sync,
     tell_of_averages,
 )
+from .private_names import NAMES
 from .pytree import is_dtensor
-
-_engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
 
 
 class Averager:
@@ -49,6 +48,7 @@ class Averager:
         self._handles: list[Any] = []
         self._hooked: set[nn.Module] = set()
         self._paused = False  # the library runs the pass
+        self._running_pass: Callable[[], int] = NAMES["_current_graph_task_id"]
         self._pass = -1  # the number that torch has given to the current pass
         self._reached: set[nn.Module] = set()  # by the latest pass
         #: models in FSDP, and their parameters, whose place others take during a pass
@@ -142,10 +142,11 @@ class Averager:
 
     def _begin_plain(self) -> None:
         # A failed pass never ended: the number of the pass shows that, and an empty set would not.
-        number = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+        number = self._running_pass()
         if number != self._pass:
             self._pass, self._reached = number, set()
-            _engine.queue_callback(lambda: _engine.queue_callback(self._end_plain))
+            queue_callback = NAMES["Variable._execution_engine"].queue_callback
+            queue_callback(lambda: queue_callback(self._end_plain))
 
     def _end_plain(self) -> None:
         """Average after a script's own pass, once DDP has written its means."""
@@ -183,7 +184,7 @@ class Averager:
         if get_world_size() == 1:
             return
         what = f"{call} would use gradients of this rank alone"
-        if torch._C._current_graph_task_id() >= 0 and not all(map(is_dtensor, parameters)):  # pyright: ignore[reportPrivateUsage]
+        if self._running_pass() >= 0 and not all(map(is_dtensor, parameters)):
             why = "a backward pass is running, and gradients are averaged at its end"
             raise RuntimeError(f"{what}: {why}. Call it after backward(), or use fully_shard()")
         behind = [model for model in self._behind if model not in self.unsynced]

@@ -124,10 +124,9 @@ def _average(bucket: Sequence[nn.Parameter], signs: Sequence[float]) -> bool:
     flat = torch.zeros(sum(sizes) + len(flags), dtype=_gradient_dtype(first), device=device)
     *parts, flagged = torch.split(flat, [*sizes, len(flags)])
     views = [part.view(p.shape) for part, p in zip(parts, bucket, strict=True)]
-    mine = [(v, g) for v, g in zip(views, grads, strict=True) if g is not None]
-    if mine:
-        dense = [g.to_dense() if g.is_sparse else g for _, g in mine]
-        torch._foreach_copy_([v for v, _ in mine], dense)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    for view, g in zip(views, grads, strict=True):
+        if g is not None:
+            view.copy_(g.to_dense() if g.is_sparse else g)
     flagged.copy_(torch.tensor(flags, device=flat.device))
     all_reduce(flat, "mean", out=flat, name="gradients")
     means: list[float] = flagged.tolist()
@@ -136,7 +135,6 @@ def _average(bucket: Sequence[nn.Parameter], signs: Sequence[float]) -> bool:
     if max(abs(mean - sign) for mean, sign in both) * get_world_size() > 1:
         return False
     rows = _sparse_rows(grads) if means[len(bucket)] else {}
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for i, (p, g, view) in enumerate(zip(bucket, grads, views, strict=True)):
         if not means[i]:
             continue  # no rank has one
@@ -150,9 +148,7 @@ def _average(bucket: Sequence[nn.Parameter], signs: Sequence[float]) -> bool:
             new = torch.empty_like(p.detach(), dtype=flat.dtype)  # laid out as torch does
             p.grad = new.copy_(view)
         else:
-            pairs.append((g, view))
-    if pairs:
-        torch._foreach_copy_([g for g, _ in pairs], [v for _, v in pairs])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            g.copy_(view)
     return True
 
 

@@ -21,8 +21,7 @@ from syncprims._data.digests import Digests
 
 from . import replicas
 from .accumulation import AccumulationWindow, Accumulator, averager_of, parameters_of
-
-_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # pyright: ignore[reportPrivateUsage]
+from .private_names import NAMES
 
 
 def delegated(path: str, meaning: str = "", *, settable: bool = False) -> Any:
@@ -134,7 +133,7 @@ class PreparedOptimizer(Optimizer):
             return None
         for model in self._accumulator.models if window is None else window.models:
             if isinstance(model, DistributedDataParallel):
-                model._check_reducer_finalized()  # type: ignore[no-untyped-call] # pyright: ignore[reportPrivateUsage]
+                NAMES.of(model, "DistributedDataParallel._check_reducer_finalized")()
         averager = averager_of(self._accumulator)
         averager.check_averaged(parameters_of(self.optimizer), "step()")
         scaled = self._precision.scaler is not None
@@ -175,7 +174,7 @@ class PreparedOptimizer(Optimizer):
         window = self._window()
         if window is not None and not self._used and window.waits_for(self._stepped):
             return
-        if set_to_none and self._plain and not _is_profiled():
+        if set_to_none and self._plain and not NAMES["_profiler_enabled"]():
             # As torch does, without its profiler's mark, which takes longer than all the rest.
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
@@ -196,7 +195,8 @@ class PreparedOptimizer(Optimizer):
                 before = scaler.get_scale()
                 self._precision.update_scaler()
                 if (after := scaler.get_scale()) != before:
-                    torch._foreach_mul_(there, after / before)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+                    for grad in there:
+                        grad.mul_(after / before)
             scaler.unscale_(self._recorder)
 
 
@@ -310,7 +310,7 @@ class PreparedScheduler:
         # An argument is a metric, which counts once, or the new position.
         for _ in range(1 if args or kwargs else self._advance):
             total = getattr(self.scheduler, "total_steps", None) if self._to_end else None
-            if total is None or self.scheduler._step_count <= total:
+            if total is None or self.scheduler.last_epoch < total:
                 self.scheduler.step(*args, **kwargs)
 
     def _find_optimizer(self) -> PreparedOptimizer | None:

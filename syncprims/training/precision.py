@@ -13,6 +13,7 @@ from torch import nn
 
 from syncprims import ConfigurationError, current
 
+from .private_names import NAMES
 from .pytree import map_tensors
 
 M = TypeVar("M", bound="nn.Module")
@@ -123,7 +124,7 @@ def forget_gradients(precision: Precision) -> None:
     """Forget which optimizers have unscaled gradients: others take their place."""
     precision.update_scaler()
     if precision.scaler is not None:
-        precision.scaler._per_optimizer_states.clear()  # pyright: ignore[reportPrivateUsage]
+        NAMES.of(precision.scaler, "GradScaler._per_optimizer_states").clear()
 
 
 class _AutocastForward:

@@ -31,6 +31,7 @@ from .gradient_sync import (
 )
 from .optimizer import PreparedOptimizer, PreparedScheduler
 from .precision import remove_autocast
+from .private_names import NAMES
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -253,19 +254,24 @@ def unwrap_model(model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: b
     compiled; a wrapper inside of it is taken out of the object that `torch.compile` made.
     """
     found: Any = model
-    if keep_torch_compile and isinstance(wrapper := getattr(model, "_orig_mod", None), _WRAPPERS):
-        model._orig_mod = unwrap_model(wrapper, keep_fp32_wrapper)
+    if keep_torch_compile and isinstance(wrapper := _compiled(model), _WRAPPERS):
+        NAMES.set(model, "OptimizedModule._orig_mod", unwrap_model(wrapper, keep_fp32_wrapper))
     inner: Any = model
     while isinstance(inner, nn.Module):
         found = inner
         if isinstance(found, _WRAPPERS):
             inner = found.module
         else:
-            inner = None if keep_torch_compile else getattr(found, "_orig_mod", None)
+            inner = None if keep_torch_compile else _compiled(found)
     if not keep_fp32_wrapper:
-        for part in (found, getattr(found, "_orig_mod", found)):
+        for part in (found, _compiled(found) or found):
             remove_autocast(part)
     return found  # type: ignore[no-any-return]
+
+
+def _compiled(model: object) -> Any:
+    """Return the model that `torch.compile` has made this of; None for others."""
+    return NAMES.of(model, "OptimizedModule._orig_mod", None)
 
 
 def _is_scheduler(obj: object) -> bool:

@@ -52,7 +52,7 @@ def _named(model: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in inner.modules()):
         return
-    ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", ())
+    ignored = getattr(model, "parameters_to_ignore", ())
     tensors = inner.named_parameters() if kind == "parameter" else inner.named_buffers()
     yield from ((f"{kind} {name!r}", tensor) for name, tensor in tensors if name not in ignored)
 

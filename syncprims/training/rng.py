@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils.worker import _generate_state  # pyright: ignore[reportPrivateUsage]
 
 from syncprims import get_local_world_size
 from syncprims._world.runtime import get_world
@@ -72,7 +71,8 @@ def _seed_worker(seed: int, index: object) -> Any:
         worker = info.id if index is None else 0
         random.seed(seed + worker)
         torch.default_generator.manual_seed(seed + worker)
-        np.random.seed(_generate_state(seed, worker))  # type: ignore[no-untyped-call]
+        entropy = worker, seed % (1 << 32), seed >> 32, 0  # as torch gives it to this algorithm
+        np.random.seed(np.random.SeedSequence(entropy).generate_state(4))
         object.__setattr__(info, "seed", seed + worker)  # which refuses to be set
     return index
 

@@ -115,6 +115,15 @@ def test_infinite_seconds_are_valid_json() -> None:
     assert json.loads(json.dumps(found, allow_nan=False))["variables"]["SYNCPRIMS_STRICT"] == "1"
 
 
+def test_a_private_name_that_is_gone_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "missing" not in shown({})
+    monkeypatch.delattr("multiprocessing.process._children")
+    line = "has no multiprocessing.process._children, by which syncprims._world names the process"
+    assert re.search(
+        rf"Private names that are missing\n  Python [\d.]+ {line}.*not named", shown({})
+    )
+
+
 def test_colour_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     assert Style(stream, {})("red", "no") == "no"

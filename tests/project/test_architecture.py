@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 from support import ROOT
-from support.sources import SOURCES, imports, is_in
+from support.sources import SOURCES, imports, is_in, parsed
 
 PAGES = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
 #: What each part of ``syncprims/`` may import beside itself: all parts before it.
-LAYERS = ["_system", "errors", "interface", "_protocol", "_data", "_world", "_api", ""]
+LAYERS = ["errors", "_system", "interface", "_protocol", "_data", "_world", "_api", ""]
 #: What stands on the layers, and which internals it may import. ``""`` is what users import.
 ROOMS = {
     "who": {"_system", "errors", "interface", "_protocol", "_world", "", "backends"},
@@ -35,7 +35,7 @@ ROOMS = {
         "training",
     },
     "training": {"_system", "errors", "_protocol", "_data", "_world", ""},
-    "c10d": {"errors", "interface", "_protocol", "_data", "_world"},
+    "c10d": {"_system", "errors", "interface", "_protocol", "_data", "_world"},
     "accelerate": {"training", "testing", "_world", "_api", ""},
     "cli": {"_system", "errors", "interface", "_world", "", "who", "tracing"},
     "__main__": {"cli"},
@@ -144,6 +144,72 @@ def test_training_needs_no_library_beside_those_of_its_extra() -> None:
         if part(module) == "training":
             tops = {name.partition(".")[0] for name in imports(module)}
             assert tops <= known | sys.stdlib_module_names, module
+
+
+#: Documented in spite of their names: functions of Python, and attributes of named tuples.
+PUBLIC = {
+    "sys._getframe", "sys._current_frames", "os._exit", "_replace", "_asdict", "_fields", "_make",
+}  # fmt: skip
+WITHOUT_TABLE = {  # until it has a table
+    "syncprims._protocol.threads",
+    "syncprims.testing.plugin",
+    "syncprims.testing.torch_worlds.suite_processes",
+    "syncprims.testing.torch_worlds.suites",
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and len(name) > 1
+
+
+@cache
+def defined_in(room: str) -> set[str]:
+    """Return the private names that a room, or the core, gives to functions and attributes."""
+    found: set[str] = set()
+    rooms = LAYERS if room in LAYERS else [room]
+    for module in SOURCES:
+        for node in ast.walk(parsed(module)) if part(module) in rooms else ():
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return found
+
+
+def foreign_reads(module: str) -> set[str]:
+    """Return the private names of other packages that a module names in its code."""
+    theirs: set[str] = set()  # modules of other packages, by the names that they have here
+    found: set[str] = set()
+    for node in ast.walk(parsed(module)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            base = "" if isinstance(node, ast.Import) else "." * node.level + (node.module or "")
+            for alias in node.names:
+                path = f"{base}.{alias.name}".split(".") if base else alias.name.split(".")
+                if path[0] not in ("", "syncprims", "_syncprims_c10d"):
+                    theirs.add(alias.asname or alias.name.partition(".")[0])
+                    found |= {".".join(path)} if any(map(is_private, path)) else set()
+    for node in ast.walk(parsed(module)):
+        of, name = "", ""
+        if isinstance(node, ast.Attribute):
+            of, name = ast.unparse(node.value), node.attr
+        elif isinstance(node, ast.Call) and len(node.args) > 1:
+            given = node.args[1]
+            reads = ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr")
+            if reads and isinstance(given, ast.Constant):
+                of, name = ast.unparse(node.args[0]), str(given.value)
+        if not is_private(name) or {f"{of}.{name}", name} & PUBLIC or of in ("self", "cls"):
+            continue
+        if name not in defined_in(part(module)) or of.partition(".")[0] in theirs:
+            found.add(f"{of}.{name}")
+    return found
+
+
+def test_a_private_name_of_another_package_is_read_through_a_table() -> None:
+    found = {module: foreign_reads(module) for module in SOURCES}
+    wrong = {m: read for m, read in found.items() if read and m not in WITHOUT_TABLE}
+    assert wrong == {}
 
 
 def test_the_environment_is_read_in_one_place() -> None:

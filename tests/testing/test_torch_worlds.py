@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,21 @@ def test_attributes_of_a_module_that_a_rank_imports_are_its_own() -> None:
     finally:
         if kept is not None:
             sys.modules[name] = kept
+
+
+def test_tables_of_torch_are_a_ranks_own_under_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp._debug_utils import SimpleProfiler
+
+    monkeypatch.setattr(SimpleProfiler, "renamed", set(), raising=False)
+    table = attrgetter("renamed")
+
+    def body() -> int:
+        table(SimpleProfiler).add(sp.get_rank())
+        sp.barrier()
+        return len(table(SimpleProfiler))
+
+    assert run_world(body, 2, torch=True) == [1, 1]
+    assert table(SimpleProfiler) == set()
 
 
 def test_hooks_of_all_modules_are_a_ranks_own() -> None:

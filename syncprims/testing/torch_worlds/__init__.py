@@ -36,7 +36,7 @@ from syncprims.testing.orders import Mode
 
 from .as_gloo import as_gloo
 from .async_work import changes_at_wait, finishing
-from .rank_globals import RankGlobals, make_fresh_process
+from .rank_globals import RankGlobals, check_names, make_fresh_process
 
 # -- the store -------------------------------------------------------------------------------------
 
@@ -332,7 +332,10 @@ def import_lazy_modules() -> None:
 
     DDP and FSDP import `torch._dynamo`, which takes seconds. Default arguments of the other module
     keep the default group of the moment of its import: ranks have none yet.
+
+    :raises BackendUnavailable: if torch, or another package, lacks a name that worlds need.
     """
+    check_names()
     before = {*os.environ}
     for name in ("torch.distributed.nn.functional", "torch._dynamo"):
         importlib.import_module(name)

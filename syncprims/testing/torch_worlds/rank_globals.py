@@ -27,8 +27,10 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from syncprims.c10d.torch_internals import PROCESS_ATTRIBUTES
+from syncprims.c10d.private_names import NAMES as OF_TORCH
+from syncprims.c10d.torch_internals import PROCESS_ATTRIBUTES, PROCESS_TABLES
 from syncprims.testing.patches import lift, restore
+from syncprims.testing.private_names import NAMES
 
 _cuda: Any = torch.cuda  # partly typed
 
@@ -46,8 +48,9 @@ class RankGlobals:
             _numpy_random(),
             _torch_globals(),
             _module_hooks(),
+            _record_factory(),
         ]
-        self._awaited = list(_ATTRIBUTES)  # of modules that have not been imported
+        self._awaited = [*_FINDERS]  # of modules that have not been imported
         self._modules = 0  # how many had been, at the last look
         self._find_parts()
         self._settings = [get() for get, _ in _SETTINGS]
@@ -82,8 +85,8 @@ class RankGlobals:
     def _find_parts(self) -> list[_Part]:
         """Add the attributes of modules that have been imported meanwhile, and return them."""
         self._modules = len(sys.modules)
-        parts = {given: _find_attribute(*given) for given in self._awaited}
-        self._awaited = [given for given, part in parts.items() if part is None]
+        parts = {find: find() for find in self._awaited}
+        self._awaited = [find for find, part in parts.items() if part is None]
         new = [part for part in parts.values() if part is not None]
         self._parts += new
         return new
@@ -91,10 +94,21 @@ class RankGlobals:
 
 def make_fresh_process(rank: int) -> None:
     """Give this forked process the attributes of a new one, in place of those of its parent."""
-    for given in _ATTRIBUTES:
-        part = _find_attribute(*given)
+    for find in _FINDERS:
+        part = find()
         if part is not None:
             part.load(part.fresh(rank))
+
+
+def check_names() -> None:
+    """Check the names of torch, and of others, also of modules that nothing has imported yet.
+
+    Ranks would share what is not found.
+
+    :raises BackendUnavailable: if a package has another name for one of them.
+    """
+    OF_TORCH.check()
+    NAMES.check()
 
 
 @dataclass(frozen=True)
@@ -107,34 +121,69 @@ class _Part:
 
 
 def _find_attribute(module: str, dotted: str, fresh: Callable[[int], Any]) -> _Part | None:
-    """Return an attribute, unless its module has not been imported or does not have it."""
+    """Return an attribute, unless its module has not been imported."""
     path, _, name = dotted.rpartition(".")
-    try:
-        owner: object = attrgetter(path)(sys.modules[module]) if path else sys.modules[module]
-        vars(owner)[name]
-    except (KeyError, AttributeError):
+    owner: Any = _find_owner(module, path)
+    if owner is None or (dotted == _SET_BY_LIGHTNING and name not in vars(owner)):
         return None
     # The value itself, and no descriptor's.
-    return _Part(fresh, lambda: vars(owner)[name], partial(setattr, owner, name))
+    values: dict[str, Any] = vars(owner)
+    return _Part(fresh, lambda: values[name], partial(setattr, owner, name))
 
 
+def _find_owner(module: str, path: str) -> Any:
+    owner = sys.modules.get(module)
+    return attrgetter(path)(owner) if owner is not None and path else owner
+
+
+def _find_tables(module: str, path: str) -> _Part | None:
+    """Return all tables of a module or class, which are empty in a new process."""
+    owner = _find_owner(module, path)
+    if owner is None:
+        return None
+
+    def save() -> dict[str, Any]:
+        # By the type alone: torch warns where one asks for the class of some of its attributes.
+        found = vars(owner).items()
+        return {
+            name: value
+            for name, value in found
+            if issubclass(type(value), dict | set) and not name.startswith("__")
+        }
+
+    def fresh(rank: int) -> dict[str, Any]:
+        tables: dict[str, Any] = {name: copy.copy(table) for name, table in save().items()}
+        for table in tables.values():
+            table.clear()
+        return tables
+
+    def load(kept: dict[str, Any]) -> None:
+        for name, table in kept.items():
+            setattr(owner, name, table)
+
+    return _Part(fresh, save, load)
+
+
+_SET_BY_LIGHTNING = "rank_zero_only.rank"  # from the environment, when it is imported
 _ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
     *PROCESS_ATTRIBUTES,
     ("sys", "excepthook", lambda rank: sys.__excepthook__),  # torch adds the rank to it
     ("sys", "argv", lambda rank: [*sys.argv]),
     ("sys", "path", lambda rank: [*sys.path]),
-    ("logging", "_logRecordFactory", lambda rank: logging.getLogRecordFactory()),
     ("logging", "root.handlers", lambda rank: [*logging.root.handlers]),
     ("unittest.mock", "_patch._active_patches", lambda rank: []),
     # What `catch_warnings` changes for the time of its block.
     ("warnings", "filters", lambda rank: [*warnings.filters]),
     ("warnings", "showwarning", lambda rank: warnings.showwarning),
-    ("warnings", "_showwarnmsg_impl", lambda rank: vars(warnings)["_showwarnmsg_impl"]),
+    ("warnings", "_showwarnmsg_impl", lambda rank: NAMES["_showwarnmsg_impl"]),
     ("accelerate.state", "PartialState._shared_state", lambda rank: {}),
     ("accelerate.state", "AcceleratorState._shared_state", lambda rank: {}),
     ("accelerate.state", "GradientState._shared_state", lambda rank: {}),
-    # Of Lightning, which sets it from the environment when it is imported.
-    ("lightning_utilities.core.rank_zero", "rank_zero_only.rank", lambda rank: rank),
+    ("lightning_utilities.core.rank_zero", _SET_BY_LIGHTNING, lambda rank: rank),
+)
+_FINDERS: tuple[Callable[[], _Part | None], ...] = (
+    *(partial(_find_attribute, *given) for given in _ATTRIBUTES),
+    *(partial(_find_tables, *given) for given in PROCESS_TABLES),
 )
 
 
@@ -180,7 +229,8 @@ def _environment(environs: Sequence[Mapping[str, str]]) -> _Part:
         return {environ.encodekey(name): environ.encodevalue(value) for name, value in pairs}
 
     def load(kept: dict[bytes, bytes]) -> None:
-        before, environ._data = environ._data, kept
+        before = NAMES.of(environ, "environ._data")
+        NAMES.set(environ, "environ._data", kept)
         for name in before.keys() | kept.keys():
             value = kept.get(name)
             if value is None:
@@ -188,7 +238,7 @@ def _environment(environs: Sequence[Mapping[str, str]]) -> _Part:
             elif value != before.get(name):
                 os.putenv(name, value)
 
-    return _Part(fresh, lambda: environ._data, load)
+    return _Part(fresh, lambda: NAMES["environ._data"], load)
 
 
 def _python_random() -> _Part:
@@ -220,6 +270,12 @@ def _torch_globals() -> _Part:
 
     begin = save()
     return _Part(lambda rank: begin, save, load)
+
+
+def _record_factory() -> _Part:
+    """Return what makes the records of loggers."""
+    get: Callable[[], Any] = logging.getLogRecordFactory
+    return _Part(lambda rank: get(), get, logging.setLogRecordFactory)
 
 
 def _module_hooks() -> _Part:

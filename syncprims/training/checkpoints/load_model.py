@@ -19,6 +19,7 @@ from torch import nn
 
 from syncprims import CheckpointError
 from syncprims.training.preparation import unwrap_model
+from syncprims.training.private_names import NAMES
 from syncprims.training.pytree import is_dtensor
 
 from . import filesystem, integrity
@@ -241,8 +242,8 @@ def _has_custom_loading(model: nn.Module) -> bool:
         return not str(getattr(method, "__module__", "")).startswith("torch.nn.")
 
     return any(
-        module._load_state_dict_pre_hooks  # pyright: ignore[reportPrivateUsage]
-        or is_custom(type(module)._load_from_state_dict)  # pyright: ignore[reportPrivateUsage]
+        NAMES.of(module, "Module._load_state_dict_pre_hooks")
+        or is_custom(NAMES.of(type(module), "Module._load_from_state_dict"))
         or is_custom(type(module).load_state_dict)
         for module in model.modules()
     )
@@ -328,7 +329,7 @@ def _listed(names: list[str]) -> str:
 class _Slot(NamedTuple):
     """The position of a parameter or buffer in a module."""
 
-    table: dict[str, Any]  #: the module's own
+    module: nn.Module
     name: str
     tensor: torch.Tensor
     full: str  #: its name in the model
@@ -336,10 +337,9 @@ class _Slot(NamedTuple):
 
 def _slots(model: nn.Module) -> Generator[_Slot]:
     for path, module in model.named_modules(remove_duplicate=False):
-        for table in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage]
-            for name, tensor in table.items():
-                if tensor is not None:
-                    yield _Slot(table, name, tensor, f"{path}.{name}" if path else name)
+        for named in (module.named_parameters, module.named_buffers):
+            for name, tensor in named(recurse=False, remove_duplicate=False):
+                yield _Slot(module, name, tensor, f"{path}.{name}" if path else name)
 
 
 @contextlib.contextmanager
@@ -350,7 +350,7 @@ def _back_to_meta_on_error(model: nn.Module) -> Generator[None]:
         yield
     except BaseException:
         for slot in before:
-            slot.table[slot.name] = slot.tensor
+            setattr(slot.module, slot.name, slot.tensor)
         raise
 
 
@@ -371,10 +371,10 @@ def _place(
     slots = [slot for slot in _slots(model) if slot.full in names]
     devices = {} if device_map is None else _devices(device_map, slots)
     moved: dict[int, torch.Tensor] = {}
-    for table, name, tensor, _ in slots:
+    for module, name, tensor, _ in slots:
         if id(tensor) not in moved:
             moved[id(tensor)] = _move(tensor, devices.get(id(tensor)), kind)
-        table[name] = moved[id(tensor)]
+        setattr(module, name, moved[id(tensor)])
 
 
 def _devices(device_map: Any, slots: Sequence[_Slot]) -> dict[int, torch.device]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from syncprims._world.runtime import get_world
 from syncprims.training.preparation import unwrap_model
+from syncprims.training.private_names import NAMES
 
 from . import commit, filesystem
 from .commit import Digests
@@ -86,7 +87,7 @@ def _tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, st
     :raises TypeError: if something in its state is not a tensor that a file can hold.
     """
     inner = unwrap_model(model)
-    declared = getattr(inner, "_tied_weights_keys", None) or ()
+    declared = NAMES.of(inner, "PreTrainedModel._tied_weights_keys", None) or ()
     kept: dict[str, torch.Tensor] = {}
     others: dict[str, str] = {}
     seen: dict[Any, str] = {}

@@ -23,6 +23,7 @@ from syncprims import CheckpointError
 from syncprims._data.arrays import strides_kept
 from syncprims._protocol.validation import require
 from syncprims.training.preparation import unwrap_model
+from syncprims.training.private_names import NAMES
 from syncprims.training.pytree import is_dtensor
 
 from .integrity import refusal
@@ -91,8 +92,9 @@ def load_into(thing: Stateful, state: object) -> None:
 
 def _rename(state: Any, new_name: Callable[[str], str]) -> Any:
     renamed = type(state)((new_name(name), value) for name, value in state.items())
-    if hasattr(state, "_metadata"):
-        renamed._metadata = state._metadata
+    versions = NAMES.of(state, "Module._metadata", None)
+    if versions is not None:
+        NAMES.set(renamed, "Module._metadata", versions)
     return renamed
 
 
@@ -307,7 +309,7 @@ def join_state(tree: object, load_tensor: Callable[[str, Sequence[int]], torch.T
     if kind in _MAPPINGS:
         mapping = _MAPPINGS[kind]({join(key): join(item) for key, item in node["items"]})
         if "metadata" in node:
-            mapping._metadata = join(node["metadata"])
+            NAMES.set(mapping, "Module._metadata", join(node["metadata"]))
         return mapping
     if kind == "array":
         dtype: np.dtype[Any] = np.dtype(node["dtype"])
@@ -357,8 +359,7 @@ class _Splitter:
             raise self._cannot(value, key_path)
         node: dict[str, Any] = {KIND: names[0]}
         # Of a module's state: the versions of its classes.
-        versions = getattr(value, "_metadata", None)
-        if versions is not None and kind is OrderedDict:
+        if kind is OrderedDict and (versions := NAMES.of(value, "Module._metadata", None)):
             node["metadata"] = self.node(versions, (*key_path, "metadata"))
         node["items"] = [
             [self.node(key, (*key_path, "key")), self.node(item, (*key_path, _spell(key)))]
@@ -424,7 +425,7 @@ def portable_name(name: str) -> str:
 
 def storage_key(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for two tensors that are the same memory; None if unknown."""
-    local = getattr(tensor, "_local_tensor", tensor)
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
     if tensor.is_meta or not local.numel():
         return None
     place = local.data_ptr(), tuple(local.stride()), tuple(tensor.shape)
@@ -437,13 +438,12 @@ def distribute(full: torch.Tensor, target: DTensor) -> DTensor:
     :raises ValueError: if `target` is not summed up yet, so that each rank has a summand only.
     """
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = target.device_mesh, target.placements
     if any(placement.is_partial() for placement in placements):
         raise ValueError(f"a tensor with the placements {placements} cannot be loaded")
     local = full.to(target.dtype)
-    region = compute_local_shape_and_global_offset(target.shape, mesh, placements)
+    region = NAMES["compute_local_shape_and_global_offset"](target.shape, mesh, placements)
     for dim, (length, begin) in enumerate(zip(*region, strict=True)):
         local = local.narrow(dim, begin if length else 0, length)
     local = torch.empty_like(target.to_local().detach()).copy_(local)  # laid out in the same way

@@ -15,6 +15,7 @@ from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset
 
 from syncprims import Change, ConfigurationError, broadcast, get_rank, get_world_size
+from syncprims.training.private_names import NAMES
 from syncprims.training.pytree import to_device
 from syncprims.training.rng import WorkerSeed, draw_seed, epoch_generator
 
@@ -185,7 +186,7 @@ class PreparedLoader(DataLoader[T]):
         if self._shard is not None and not self._shards_itself:
             self._shard.plan = self._plan
         elif self._shard is None:  # workers that persist collate for the plan before
-            vars(self.loader)["_iterator"] = None
+            NAMES.set(self.loader, "DataLoader._iterator", None)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`."""
@@ -396,19 +397,21 @@ class PreparedLoader(DataLoader[T]):
     def _seed_workers(self, seed: int | None, epoch: int) -> None:
         """Give workers numbers of their own on each rank: torch seeds them from the generator."""
         loader, rank = self.loader, self._plan.rank
-        running: Any = getattr(loader, "_iterator", None)  # of workers that persist
+        running = NAMES.of(loader, "DataLoader._iterator", None)  # of workers that persist
         if seed is not None:
             loader.generator = epoch_generator(seed, epoch, rank)  # torch's own stays as it is
             if running is not None:  # torch sends them this attribute when an epoch begins
-                running._shared_seed = WorkerSeed(draw_seed(loader.generator))
+                shared = WorkerSeed(draw_seed(loader.generator))
+                NAMES.set(running, "_BaseDataLoaderIter._shared_seed", shared)
         elif rank and loader.num_workers and running is None:
             loader.generator = epoch_generator(draw_seed(self._worker_generator), 0, rank)
 
 
 def _iterates_as_torch(loader: DataLoader[Any]) -> bool:
     """Return whether its indices go to its workers as torch sends them."""
-    names = ("__iter__", "_get_iterator")
-    return all(getattr(type(loader), name) is getattr(DataLoader, name) for name in names)
+    own = type(loader)
+    makes = NAMES.of(own, "DataLoader._get_iterator") is NAMES["DataLoader._get_iterator"]
+    return makes and own.__iter__ is DataLoader.__iter__
 
 
 #: ``deal(cursor, epoch, start)`` yields batches, and the positions after them.
@@ -623,7 +626,7 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan, seed: int | None = None) ->
     """
     mine = copy.copy(loader)  # of the same class, whose constructor may take other arguments
     own = vars(mine)  # torch refuses to set these attributes
-    own["_iterator"] = None  # workers that persist stay those of `loader`
+    NAMES.set(mine, "DataLoader._iterator", None)  # workers that persist stay those of `loader`
     if loader.num_workers:
         own["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
     if _is_stream(loader):
@@ -648,7 +651,9 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan, seed: int | None = None) ->
 def _make_seedable(sampler: object, seed: int) -> Any:
     """Return `sampler` with torch's random sampler replaced by one of this seed."""
     if type(sampler) is data.RandomSampler:
-        count = None if sampler._num_samples is None else sampler.num_samples  # pyright: ignore[reportPrivateUsage]
+        # None, as in torch: it follows the length of the data.
+        whole = sampler.num_samples == len(sampler.data_source)
+        count = None if whole else sampler.num_samples
         return SeedableRandomSampler(
             sampler.data_source, sampler.replacement, count, torch.Generator(), data_seed=seed
         )

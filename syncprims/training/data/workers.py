@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from syncprims.training.private_names import NAMES
+
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PLAIN = (signal.SIG_DFL, signal.default_int_handler)
 
@@ -42,8 +44,9 @@ _running = weakref.WeakSet[Any]()
 
 def end_with_rank(iterator: Any) -> None:
     """Let this rank end the workers of a loader's `iterator`, at the latest when it exits."""
-    for worker in getattr(iterator, "_workers", ()):
-        worker._popen.terminate = worker._popen.kill  # they take SIGTERM for another's
+    for worker in NAMES.of(iterator, "_MultiProcessingDataLoaderIter._workers", ()):
+        process = NAMES.of(worker, "BaseProcess._popen")
+        process.terminate = process.kill  # they take SIGTERM for another's
     _end_at_exit()
     _running.add(iterator)
 
@@ -56,4 +59,4 @@ def _end_at_exit() -> None:
 def _end_all() -> None:
     for iterator in list(_running):
         with contextlib.suppress(Exception):
-            iterator._shutdown_workers()
+            NAMES.of(iterator, "_MultiProcessingDataLoaderIter._shutdown_workers")()
