@@ -38,14 +38,15 @@ class _Name(NamedTuple):
 
 
 class PrivateNames:
-    """The table of a room: by module and name, what the room does by it."""
+    """The table of a room: by module and names, what the room does by these."""
 
     def __init__(self, room: str, names: Mapping[str, Mapping[str, str | OptionalName]]) -> None:
         self.room: str = room
         self.names: dict[str, _Name] = {
             path: _Name(module, path, *((why,) if isinstance(why, str) else why))
             for module, of_module in names.items()
-            for path, why in of_module.items()
+            for paths, why in of_module.items()
+            for path in paths.split()
         }
 
     def __getitem__(self, path: str) -> Any:

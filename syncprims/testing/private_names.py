@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from syncprims._system.upstream import PrivateNames
 
-_ACCELERATE = "keeps Accelerate's state for each rank"
+_PATCHES = "keeps the patches of each rank"
+_MOCK = "_patch _patch._active_patches _patch_dict _patch_dict._original _patch_dict._patch_dict"
+_STATES = "PartialState._shared_state AcceleratorState._shared_state GradientState._shared_state"
 
 NAMES = PrivateNames(
     "testing",
     {
         "os": {"environ._data": "keeps the environment of each rank"},
         "warnings": {"_showwarnmsg_impl": "keeps catch_warnings() for each rank"},
-        "unittest.mock": {
-            "_patch": "keeps the patches of each rank",
-            "_patch._active_patches": "keeps the patches of each rank",
-            "_patch_dict": "keeps the patches of each rank",
-            "_patch_dict._original": "keeps the patches of each rank",
-            "_patch_dict._patch_dict": "keeps the patches of each rank",
-        },
-        "_pytest.monkeypatch": {
-            "MonkeyPatch._setattr": "keeps the patches of each rank",
-            "MonkeyPatch._setitem": "keeps the patches of each rank",
-        },
-        "accelerate.state": {
-            "PartialState._shared_state": _ACCELERATE,
-            "AcceleratorState._shared_state": _ACCELERATE,
-            "GradientState._shared_state": _ACCELERATE,
-        },
+        "unittest.mock": {_MOCK: _PATCHES},
+        "_pytest.monkeypatch": {"MonkeyPatch._setattr MonkeyPatch._setitem": _PATCHES},
+        "accelerate.state": {_STATES: "keeps Accelerate's state for each rank"},
     },
 )

@@ -330,8 +330,6 @@ class AccumulationWindow:
         # FSDP keeps sums that it has not reduced in a place of its own, where nothing scales them:
         # so it reduces those of each micro-batch.
         self._wrapped = [m for m in models if isinstance(m, DistributedDataParallel)]
-        self._buffered: list[nn.Module] = []
-        self._note_buffers(models)
         #: models without a window of their own, which its passes have reached, and whether in it
         self._others: dict[nn.Module, bool] = {}
         self._ids = {id(p) for p in self.parameters}
@@ -388,7 +386,6 @@ class AccumulationWindow:
             else:
                 if model not in self._others:
                     self._accumulator.adoptions += 1
-                    self._note_buffers([model])
                 if not self._others.get(model):
                     self._check_adopted(model)
                 self._others[model] = True
@@ -400,10 +397,6 @@ class AccumulationWindow:
                 what = f"passes of two windows reach {type(model).__name__}, and none names it"
                 cure = "name it in the accumulate() of one, or give each loop one accumulate(a, b)"
                 raise RuntimeError(f"{what}: {cure}")
-
-    def _note_buffers(self, models: Iterable[nn.Module]) -> None:
-        if get_world_size() > 1:
-            self._buffered += [m for m in models if any(True for _ in m.buffers())]
 
     @property
     def averages(self) -> bool:
@@ -463,8 +456,8 @@ class AccumulationWindow:
 
     def end_micro_batch(self) -> None:
         """Make buffers equal on all ranks if the micro-batch was the last of its window."""
-        if self.sync:
-            for model in self._buffered:
+        if self.sync and get_world_size() > 1:
+            for model in (*self.models, *self._others):
                 broadcast_buffers(model, self._averager.first_active)
 
     def _at_end(self) -> bool:

@@ -14,10 +14,10 @@ from syncprims import all_gather, any_rank, get_world_size
 
 from .gradient_sync import (
     average_all,
+    averagers,
     averages_gradients_itself,
     broadcast_buffers,
     gradient_sync,
-    tell_of_averages,
 )
 from .private_names import NAMES
 from .pytree import is_dtensor
@@ -167,7 +167,7 @@ class Averager:
             else:
                 self._behind.add(model)
         if self._behind:
-            tell_of_averages(self)
+            averagers().add(self)
 
     def note_average(self, parameters: Collection[torch.Tensor]) -> None:
         """Note that these were averaged, by whomever."""

@@ -40,20 +40,18 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """
     every = list(parameters)
     average_all(every)
-    for told in get_extras().get(_TOLD, ()):
-        told.note_average(every)
+    for averager in averagers():
+        averager.note_average(every)
 
 
-_TOLD = "training.averages"  # among the world's extras: who is told of averages
-
-
-def tell_of_averages(told: Any) -> None:
-    """Call ``told.note_average(parameters)`` after each :func:`average_gradients` of this world."""
-    get_extras().setdefault(_TOLD, WeakSet()).add(told)
+def averagers() -> WeakSet[Any]:
+    """Return the averagers of this world that note which gradients others have averaged."""
+    found: WeakSet[Any] = get_extras().setdefault("training.averagers", WeakSet())
+    return found
 
 
 def average_all(parameters: Iterable[nn.Parameter]) -> None:
-    """Average as :func:`average_gradients`, and tell nobody."""
+    """Average as :func:`average_gradients`, and notify no averager."""
     every = [p for p in parameters if not is_dtensor(p)]
     if get_world_size() == 1 or not every:
         return
