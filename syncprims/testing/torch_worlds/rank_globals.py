@@ -127,8 +127,8 @@ def _find_attribute(module: str, dotted: str, fresh: Callable[[int], Any]) -> _P
     if owner is None or (dotted == _SET_BY_LIGHTNING and name not in vars(owner)):
         return None
     # The value itself, and no descriptor's.
-    values: dict[str, Any] = vars(owner)
-    return _Part(fresh, lambda: values[name], partial(setattr, owner, name))
+    values: Mapping[str, Any] = vars(owner)
+    return _Part(fresh, partial(values.__getitem__, name), partial(setattr, owner, name))
 
 
 def _find_owner(module: str, path: str) -> Any:
