@@ -27,6 +27,8 @@ from .gradient_sync import (
     gradient_sync,
 )
 from .precision import Precision, forget_gradients
+from .private_names import NAMES
+from .pytree import is_dtensor
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -535,9 +537,10 @@ class AccumulationWindow:
             if optimizer._window() is self:
                 rest = (p for p in parameters_of(optimizer) if p not in self._averager.parameters)
                 scaled |= dict.fromkeys(rest)
-        for p in scaled:
-            if p.grad is not None:
-                p.grad.mul_(factor)
+        there = [p.grad for p in scaled if p.grad is not None]
+        for kind in True, False:
+            if same := [g for g in there if is_dtensor(g) == kind]:
+                NAMES["_foreach_mul_"](same, factor)
 
     def close(self) -> bool:
         """Close the window early on all ranks: scale and average its gradients. Collective.

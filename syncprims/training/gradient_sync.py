@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from syncprims import RankMismatch, all_gather, all_reduce, broadcast, get_world_size
 from syncprims._world.runtime import get_extras
 
+from .private_names import NAMES
 from .pytree import is_dtensor
 
 #: Bytes that travel at once: enough to hide the price of a round, and no model is held twice.
@@ -122,9 +123,10 @@ def _average(bucket: Sequence[nn.Parameter], signs: Sequence[float]) -> bool:
     flat = torch.zeros(sum(sizes) + len(flags), dtype=_gradient_dtype(first), device=device)
     *parts, flagged = torch.split(flat, [*sizes, len(flags)])
     views = [part.view(p.shape) for part, p in zip(parts, bucket, strict=True)]
-    for view, g in zip(views, grads, strict=True):
-        if g is not None:
-            view.copy_(g.to_dense() if g.is_sparse else g)
+    mine = [(v, g) for v, g in zip(views, grads, strict=True) if g is not None]
+    if mine:
+        dense = [g.to_dense() if g.is_sparse else g for _, g in mine]
+        NAMES["_foreach_copy_"]([v for v, _ in mine], dense)
     flagged.copy_(torch.tensor(flags, device=flat.device))
     all_reduce(flat, "mean", out=flat, name="gradients")
     means: list[float] = flagged.tolist()
@@ -133,6 +135,7 @@ def _average(bucket: Sequence[nn.Parameter], signs: Sequence[float]) -> bool:
     if max(abs(mean - sign) for mean, sign in both) * get_world_size() > 1:
         return False
     rows = _sparse_rows(grads) if means[len(bucket)] else {}
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for i, (p, g, view) in enumerate(zip(bucket, grads, views, strict=True)):
         if not means[i]:
             continue  # no rank has one
@@ -146,7 +149,9 @@ def _average(bucket: Sequence[nn.Parameter], signs: Sequence[float]) -> bool:
             new = torch.empty_like(p.detach(), dtype=flat.dtype)  # laid out as torch does
             p.grad = new.copy_(view)
         else:
-            g.copy_(view)
+            pairs.append((g, view))
+    if pairs:
+        NAMES["_foreach_copy_"]([g for g, _ in pairs], [v for _, v in pairs])
     return True
 
 

@@ -195,8 +195,7 @@ class PreparedOptimizer(Optimizer):
                 before = scaler.get_scale()
                 self._precision.update_scaler()
                 if (after := scaler.get_scale()) != before:
-                    for grad in there:
-                        grad.mul_(after / before)
+                    NAMES["_foreach_mul_"](there, after / before)
             scaler.unscale_(self._recorder)
 
 
