@@ -15,6 +15,12 @@ NAMES = PrivateNames(
         "warnings": {"_showwarnmsg_impl": "keeps catch_warnings() for each rank"},
         "unittest.mock": {_MOCK: _PATCHES},
         "_pytest.monkeypatch": {"MonkeyPatch._setattr MonkeyPatch._setitem": _PATCHES},
+        "_pytest.python": {"Function._fixtureinfo": "gives the arguments of a test to each rank"},
+        "_pytest.unittest": {"TestCaseFunction": "refuses methods of a unittest.TestCase"},
+        "_pytest.runner": {"runtestprotocol": "runs a test on each rank"},
+        "_pytest._code.code": {"TracebackEntry._rawentry": "shows where a rank has raised"},
+        "_pytest.capture": {"CaptureManager._method": "leaves the output of ranks to the launcher"},
+        "hypothesis.control": {"_current_build_context": "lets ranks note and assume"},
         "accelerate.state": {_STATES: "keeps Accelerate's state for each rank"},
     },
 )

@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 import pytest
-from _pytest.runner import runtestprotocol
 
 from . import world_spec
 from .outcomes import results_of
+from .private_names import NAMES
 from .worlds import run_once
 
 _RAISED = pytest.StashKey[BaseException]()  # by the test, on this rank
@@ -37,7 +37,10 @@ class TorchrunItems:
         """Note what a test has raised first, in the process of its rank."""
         if call.excinfo is not None:
             first: Any = call.excinfo.traceback.cut(path=item.path)[0]  # without frames of pytest
-            item.stash.setdefault(_RAISED, call.excinfo.value.with_traceback(first._rawentry))
+            item.stash.setdefault(
+                _RAISED,
+                call.excinfo.value.with_traceback(NAMES.of(first, "TracebackEntry._rawentry")),
+            )
 
     def _run(self, item: pytest.Item) -> list[pytest.TestReport]:
         """Run a test with all its fixtures once per rank, and return its reports.
@@ -48,7 +51,7 @@ class TorchrunItems:
 
         def program() -> Any:
             _capture_no_more(config)
-            reports = runtestprotocol(item, log=False, nextitem=None)
+            reports = NAMES["runtestprotocol"](item, log=False, nextitem=None)
             if any(report.failed for report in reports):
                 raise item.stash.get(_RAISED, None) or AssertionError(  # a plugin made it fail
                     "\n".join(str(report.longrepr) for report in reports if report.failed)
@@ -80,7 +83,7 @@ def _capture_no_more(config: Any) -> None:
     manager = config.pluginmanager.getplugin("capturemanager")
     streams, fds = (sys.stdout, sys.stderr), [os.dup(fd) for fd in (1, 2)]
     manager.stop_global_capturing()
-    manager._method = "no"
+    NAMES.set(manager, "CaptureManager._method", "no")
     manager.start_global_capturing()
     for fd, kept in enumerate(fds, 1):
         os.dup2(kept, fd)

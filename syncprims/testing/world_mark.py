@@ -17,13 +17,13 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, NoReturn, cast
 
 import pytest
-from _pytest.unittest import TestCaseFunction
 
 from syncprims._protocol.validation import require
 from syncprims._world.registry import load_backend
 
 from . import world_spec
 from .errors import StallError
+from .private_names import NAMES
 from .worlds import explore, run_world
 
 DESCRIPTION = (
@@ -146,7 +146,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """
     __tracebackhide__ = True
     if item.get_closest_marker("world") is not None:
-        if not isinstance(item, pytest.Function) or isinstance(item, TestCaseFunction):
+        if not isinstance(item, pytest.Function) or isinstance(item, NAMES["TestCaseFunction"]):
             _refuse(  # it would run once, and not once per rank
                 "pytest.mark.world runs functions, and methods of plain classes: in a "
                 "unittest.TestCase, call syncprims.testing.run_world"
@@ -190,7 +190,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         _refuse(f"pytest.mark.world: {error}")
     if options is None:
         return None
-    names = pyfuncitem._fixtureinfo.argnames  # pyright: ignore[reportPrivateUsage]
+    names = NAMES.of(pyfuncitem, "Function._fixtureinfo").argnames  # pyright: ignore[reportPrivateUsage]
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     if "subtests" in arguments and options["kind"] == "processes":
         _refuse(
@@ -198,7 +198,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             "failure would be lost. Say kind='threads', or make a test of each: "
             "pytest.mark.parametrize"
         )
-    set_by_fixture: list[Any] = getattr(pyfuncitem.funcargs.get("monkeypatch"), "_setitem", [])
+    set_by_fixture: list[Any] = NAMES.of(
+        pyfuncitem.funcargs.get("monkeypatch"), "MonkeyPatch._setitem", []
+    )
     before = len(set_by_fixture)
     test: Any = pyfuncitem.obj
     try:

@@ -17,6 +17,7 @@ from .errors import StallError, UncontrolledError
 from .faults import Fault, Join, Raise, Stop, exception_type
 from .orders import find_orders
 from .outcomes import WorldRun, add_note, check_faults_struck, results_of
+from .private_names import NAMES
 from .scheduler import Seed
 from .thread_world import run_threads
 from .world_spec import Kind, WorldSpec, choose_seed, test_context
@@ -110,7 +111,8 @@ def _as_example(fn: Callable[[], Any]) -> Callable[[], Any]:
     def run() -> Any:
         __tracebackhide__ = True
         data, drawn = example.data, example.data.length
-        with control._current_build_context.with_value(example), reporting.with_reporter(report):
+        current = NAMES["_current_build_context"]
+        with current.with_value(example), reporting.with_reporter(report):
             try:
                 return fn()
             finally:

@@ -27,7 +27,6 @@ from .gradient_sync import (
     gradient_sync,
 )
 from .precision import Precision, forget_gradients
-from .private_names import NAMES
 from .pytree import is_dtensor
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
@@ -540,7 +539,7 @@ class AccumulationWindow:
         there = [p.grad for p in scaled if p.grad is not None]
         for kind in True, False:
             if same := [g for g in there if is_dtensor(g) == kind]:
-                NAMES["_foreach_mul_"](same, factor)
+                torch._foreach_mul_(same, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def close(self) -> bool:
         """Close the window early on all ranks: scale and average its gradients. Collective.

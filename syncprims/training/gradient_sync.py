@@ -23,7 +23,6 @@ from torch.nn.parameter import is_lazy
 from syncprims import RankMismatch, all_gather, all_reduce, broadcast, get_world_size
 from syncprims._world.runtime import get_extras
 
-from .private_names import NAMES
 from .pytree import is_dtensor
 
 #: Bytes that travel at once: enough to hide the price of a round, and no model is held twice.
@@ -126,7 +125,7 @@ def _average(bucket: Sequence[nn.Parameter], signs: Sequence[float]) -> bool:
     mine = [(v, g) for v, g in zip(views, grads, strict=True) if g is not None]
     if mine:
         dense = [g.to_dense() if g.is_sparse else g for _, g in mine]
-        NAMES["_foreach_copy_"]([v for v, _ in mine], dense)
+        torch._foreach_copy_([v for v, _ in mine], dense)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     flagged.copy_(torch.tensor(flags, device=flat.device))
     all_reduce(flat, "mean", out=flat, name="gradients")
     means: list[float] = flagged.tolist()
@@ -151,7 +150,7 @@ def _average(bucket: Sequence[nn.Parameter], signs: Sequence[float]) -> bool:
         else:
             pairs.append((g, view))
     if pairs:
-        NAMES["_foreach_copy_"]([g for g, _ in pairs], [v for _, v in pairs])
+        torch._foreach_copy_([g for g, _ in pairs], [v for _, v in pairs])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     return True
 
 

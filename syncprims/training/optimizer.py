@@ -195,7 +195,7 @@ class PreparedOptimizer(Optimizer):
                 before = scaler.get_scale()
                 self._precision.update_scaler()
                 if (after := scaler.get_scale()) != before:
-                    NAMES["_foreach_mul_"](there, after / before)
+                    torch._foreach_mul_(there, after / before)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             scaler.unscale_(self._recorder)
 
 

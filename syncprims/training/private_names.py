@@ -12,7 +12,6 @@ _LOADING = "Module._load_from_state_dict Module._load_state_dict_pre_hooks"
 NAMES = PrivateNames(
     "training",
     {
-        "torch": {"_foreach_copy_ _foreach_mul_": "changes all gradients by one call"},
         "torch._C": {"_current_graph_task_id": "knows one backward pass from another"},
         "torch.autograd": {"_profiler_enabled": "leaves its mark of zero_grad() to a profiler"},
         "torch.autograd.variable": {"Variable._execution_engine": "averages after a backward pass"},

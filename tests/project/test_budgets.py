@@ -22,16 +22,16 @@ def count_words(path: Path) -> int:
 #: By what is counted: its files, how each is counted, and the most of all.
 BUDGETS: dict[str, tuple[Iterable[Path], Callable[[Path], int], int]] = {
     # target: 24,800
-    "lines of code of the library": (SOURCES.values(), count_code, 26_610),
+    "lines of code of the library": (SOURCES.values(), count_code, 26_700),
     # target: 8,500
     "lines of code of the core": (
-        [path for module, path in SOURCES.items() if is_of_core(module)], count_code, 9_130,
+        [path for module, path in SOURCES.items() if is_of_core(module)], count_code, 9_260,
     ),
     # target: 29,500
-    "lines of code of the tests": ((ROOT / "tests").rglob("*.py"), count_code, 31_950),
+    "lines of code of the tests": ((ROOT / "tests").rglob("*.py"), count_code, 32_570),
     # target: 34,000
     "words of the pages": (
-        [page for page in PAGES if page.name != "CONTRIBUTING.md"], count_words, 37_230,
+        [page for page in PAGES if page.name != "CONTRIBUTING.md"], count_words, 34_970,
     ),
 }  # fmt: skip
 
