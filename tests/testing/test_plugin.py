@@ -853,7 +853,7 @@ def test_hypothesis_finds_an_order_again(project: Project) -> None:
             torch.distributed.all_reduce(total := torch.tensor(x))
             assert total == 2 * x
 
-        @pytest.mark.world(ranks=3, schedules=10)
+        @pytest.mark.world(ranks=3, schedules=60)
         @settings(max_examples=20, derandomize=True)
         @given(st.integers(0, 100))
         def test_it(x):
