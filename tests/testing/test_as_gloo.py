@@ -186,6 +186,7 @@ def results_by_layout(group_for_each: bool = False) -> dict[str, list[Any] | Non
     return found
 
 
+@pytest.mark.soak  # 20 s
 def test_a_layout_is_refused_exactly_where_gloo_fails_or_is_wrong(tmp_path: Path) -> None:
     theirs = two_ranks_on_gloo(results_by_layout, tmp_path / "gloo")
     right = run_world(served(results_by_layout, "syncprims"), 2, torch=True)
