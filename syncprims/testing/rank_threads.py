@@ -132,7 +132,7 @@ def find_state() -> int | None:
 
 
 def call_when_back(thread: threading.Thread, state: int | None, fn: Callable[[], None]) -> None:
-    """Let `thread` call ``fn()``, once, before it calls another function; it may be in C now.
+    """Make `thread` call ``fn()`` once, before any other function; it may be in C now.
 
     :param state: what :func:`find_state` has returned there.
     """
@@ -171,8 +171,10 @@ def _be_back(frame: FrameType, event: str, _: object) -> None:
     # A thread that stopped within Python's own modules could hold a lock of theirs.
     if ident in _anywhere or not is_standard(frame) or not (outer is None or is_standard(outer)):
         sys.setprofile(None)
-        _when_back.get(ident, int)()
-        _when_back.pop(ident, None)
+        fn = _when_back.get(ident, int)
+        fn()
+        if _when_back.get(ident) is fn:  # else it has lost the turn again meanwhile
+            _when_back.pop(ident, None)
 
 
 def _be_back_in_c(_: object, frame: FrameType, event: int, __: object) -> int:
