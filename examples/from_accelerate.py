@@ -2,7 +2,7 @@
 
 Everything below the imports is unchanged: prepare, accumulate, clip, autocast, gathered metrics,
 and saving and loading the state. Here both libraries do the same arithmetic, so the numbers are the
-same. docs/training.md lists the differences and their reasons.
+same. docs/how-to/from-accelerate.md lists the differences.
 
     python examples/from_accelerate.py
     syncprims run -n 2 examples/from_accelerate.py          # no torchrun, no port, no Gloo

@@ -380,7 +380,7 @@ def _inside(model: nn.Module) -> nn.Module:
         "__class__": property(lambda _: kind),
     }
     made: Any = type(kind.__name__, (nn.Module,), about | own)
-    made.__bases__ = (kind,)  # only now, so that the class does not hear of a subclass
+    made.__bases__ = (kind,)  # only now: else `__init_subclass__` of the class would run
     inner: nn.Module = object.__new__(made)
     object.__setattr__(inner, "__dict__", vars(model))
     return inner

@@ -95,7 +95,7 @@ def adapt_torch(cls: type[Any]) -> None:
 
 
 def _keep_pickling_errors(cls: type[Any]) -> None:
-    """Let the first collective of a call whose object cannot be pickled tell the other ranks why.
+    """Send the other ranks the error of an object that cannot be pickled, by the first collective.
 
     `_object_to_tensor` would raise before it: the other ranks would meet the next call of this one.
     A send meets the next send of this rank in any case.

@@ -503,7 +503,7 @@ class _Launcher:
             time.sleep(_POLL_INTERVAL)
 
     def _record(self, rank: _RankProcess) -> None:
-        """Tell those that wait for it to join that it has ended, and what it has raised."""
+        """Record how a rank has ended and what it raised, for those that wait for it to join."""
         cause = rank.cause if rank.status else None
         failure = errors.dump(errors.PeerFailed.from_failure(cause)) if cause else None
         with contextlib.suppress(OSError, SyncError):

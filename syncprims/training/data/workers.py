@@ -43,7 +43,7 @@ _running = weakref.WeakSet[Any]()
 
 
 def end_with_rank(iterator: Any) -> None:
-    """Let this rank end the workers of a loader's `iterator`, at the latest when it exits."""
+    """Register the workers of a loader's `iterator`; this rank ends them, at its exit or before."""
     for worker in NAMES.of(iterator, "_MultiProcessingDataLoaderIter._workers", ()):
         process = NAMES.of(worker, "BaseProcess._popen")
         process.terminate = process.kill  # they take SIGTERM for another's
